@@ -1,0 +1,360 @@
+"""What a checkpoint folder holds, from its JSON and the headers of its safetensors files: no tensor is read, no torch.
+
+Which files count. With model.safetensors.index.json: every file it names, plus `model*`, `mtp*` and `extra*`
+safetensors beside them (drafts and late additions that an index often forgets), each reported; such a file that only
+repeats tensors is ignored, and said. Without an index: the same three patterns, where numbered shards must be complete
+("-of-00026"). Any other *.safetensors (consolidated copies, test references) is ignored, and said.
+
+A header is read into memory only after its length was checked against the file, at most 100 MB (safetensors' own
+limit); sizes that a header claims are compared, never allocated. Rules for a file are those of the safetensors library:
+tensors in offset order leave no gap, do not overlap, and end with the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp4ward.errors import UserError
+from fp4ward.formats.formats import DTYPE_BYTES, Header
+from fp4ward.formats.scheme import Notice, parse_json
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_JSON = 100_000_000  # safetensors' limit for a header; generous for every other JSON file
+MAX_NAME = 1024
+MAX_DIMENSIONS = 8
+LFS_POINTER = b"version https://git-lfs"
+MAIN = re.compile(r"model(?![a-z0-9]).*\.safetensors")
+EXTRA = re.compile(r"(mtp|extra)(?![a-z0-9]).*\.safetensors")
+NUMBERED = re.compile(r"(?P<stem>.*)-(?P<i>\d+)-of-(?P<n>\d+)\.safetensors")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
+
+
+@dataclass(frozen=True)
+class Located(Header):
+    """A tensor and its bytes: [begin, end) counted from the start of `file`."""
+
+    file: Path
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """A checkpoint folder as its headers describe it. tensors: raw name -> where it is."""
+
+    folder: Path
+    config: dict[str, Any]
+    hf_quant_config: dict[str, Any] | None
+    generation_config: dict[str, Any]
+    tensors: dict[str, Located]
+    notices: tuple[Notice, ...] = ()
+    files: tuple[Path, ...] = field(default=())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(t.end - t.begin for t in self.tensors.values())
+
+
+def open_index(folder: Path | str) -> Index:
+    """Read the JSON files and every header of `folder`. UserError names the file and the tensor at fault."""
+    folder = Path(folder)
+    files = select_files(folder)
+    notices, mapping = list(files.notices), files.weight_map
+    config = _config(folder / "config.json")
+    tensors: dict[str, Located] = {}
+    for name in files.named:
+        _merge(tensors, read_header(folder / name))
+    for name in files.extra:
+        found = read_header(folder / name)
+        if mapping is not None and found.keys() <= tensors.keys():
+            notices.append(Notice("duplicate-file", name, "not read: the files of the index hold all of its tensors"))
+            continue
+        _merge(tensors, found)
+        notices.append(Notice("extra-shard", name, f"read too: {len(found)} tensors beside the main weights"))
+    if mapping is not None:
+        _compare(mapping, tensors, notices)
+    if not tensors:
+        raise UserError(f"{folder}: the safetensors files hold no tensors")
+    return Index(
+        folder,
+        config,
+        _config(folder / "hf_quant_config.json") if "hf_quant_config.json" in files.json else None,
+        _config(folder / "generation_config.json") if "generation_config.json" in files.json else {},
+        tensors,
+        tuple(notices),
+        tuple(sorted({t.file for t in tensors.values()})),
+    )
+
+
+def modules(index: Index, canonical: Callable[[str], str]) -> dict[str, dict[str, Located]]:
+    """Tensors by canonical module and leaf (the last dotted part). UserError when two raw names become one."""
+    out: dict[str, dict[str, Located]] = {}
+    for name, tensor in index.tensors.items():
+        module, _, leaf = canonical(name).rpartition(".")
+        leaves = out.setdefault(module, {})
+        if leaf in leaves:
+            raise UserError(f"tensors {leaves[leaf].name} and {name} are two names for one weight; remove one of them")
+        leaves[leaf] = tensor
+    return out
+
+
+# ---- which files ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Files:
+    """Names in a folder that make the checkpoint. weight_map: tensor -> file by the index, None without one."""
+
+    named: tuple[str, ...]
+    extra: tuple[str, ...]
+    json: tuple[str, ...]
+    weight_map: Mapping[str, str] | None
+    notices: tuple[Notice, ...]
+
+
+def select_files(folder: Path) -> Files:
+    """Which files of `folder` are the checkpoint, by name alone. UserError when one is missing."""
+    if folder.is_file():
+        raise UserError(f"{folder}: this is a file; give the folder that holds config.json and the safetensors files")
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: there is no such folder") from None
+    except OSError as e:
+        raise UserError(f"{folder}: cannot be listed: {e.strerror or e}") from None
+    found = [n for n in names if n.endswith(".safetensors")]
+    mapping = _weight_map(folder / INDEX_NAME) if INDEX_NAME in names else None
+    if mapping is not None:
+        named = sorted(set(mapping.values()))
+        missing = [n for n in named if not (folder / n).exists()]
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise UserError(f"{folder}: {missing[0]}{more} is named by {INDEX_NAME} but missing; download it again")
+        extra = [n for n in found if n not in named and (MAIN.fullmatch(n) or EXTRA.fullmatch(n))]
+    else:
+        named = [n for n in found if MAIN.fullmatch(n)]
+        extra = [n for n in found if EXTRA.fullmatch(n)]
+        if not named:
+            pickles = [n for n in names if n.endswith(PICKLES)]
+            if pickles and not found:
+                raise UserError(f"{folder}: holds {pickles[0]} but fp4ward reads safetensors only; convert it first")
+            other = f" (only {found[0]})" if found else ""
+            raise UserError(f"{folder}: no model.safetensors and no model-00001-of-... shards are here{other}")
+        _complete(folder, named)
+    if "config.json" not in names:
+        raise UserError(f"{folder}: config.json is missing, so the architecture is unknown; is the download complete?")
+    text = "not read: its name is not one of a checkpoint's weights (model*, mtp*, extra*, or what an index names)"
+    ignored = [Notice("ignored-file", n, text) for n in found if n not in named and n not in extra]
+    documents = [n for n in names if n.endswith(".json")]
+    return Files(tuple(named), tuple(extra), tuple(documents), mapping, tuple(ignored))
+
+
+def _complete(folder: Path, names: Iterable[str]) -> None:
+    """Numbered shards are all there and of one set."""
+    sets: dict[str, dict[str, set[int]]] = {}
+    for name in names:
+        m = NUMBERED.fullmatch(name)
+        if m:
+            sets.setdefault(m["stem"], {}).setdefault(m["n"], set()).add(int(m["i"]))
+    for stem, by_count in sets.items():
+        if len(by_count) > 1:
+            a, b = sorted(by_count)[:2]
+            raise UserError(f"{folder}: shards of two sets ({stem}-...-of-{a} and -of-{b}) are here; remove one set")
+        for n, have in by_count.items():
+            lacking = next((i for i in range(1, int(n) + 1) if i not in have), None)
+            if lacking is not None:
+                file = f"{stem}-{lacking:0{len(n)}d}-of-{n}.safetensors"
+                raise UserError(f"{folder}: shard {file} is missing; download it again")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    document = _object(_read_json(path), path.name)
+    mapping = document.get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise UserError(f"{path}: 'weight_map' is missing or empty; remove the file to read the shards without it")
+    for tensor, file in mapping.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise UserError(f"{path}: tensor {_show(tensor)} is in {_show(file)}; only safetensors files are read")
+    for file in set(mapping.values()):
+        if not file.isprintable() or re.search(r"[/\\:]", file) or file.startswith("."):
+            raise UserError(f"{path}: the shard name {_show(file)} leads out of the folder; a plain name is expected")
+    return mapping
+
+
+def _compare(mapping: Mapping[str, str], tensors: Mapping[str, Located], notices: list[Notice]) -> None:
+    """The index against what the shards really hold: the shards decide, but a promised tensor must be there."""
+    held = {name: t.file.name for name, t in tensors.items()}
+    for name, file in mapping.items():
+        if name not in held:
+            raise UserError(f"{file}: tensor {_show(name)} is missing, though {INDEX_NAME} says it is there")
+        if held[name] != file:
+            raise UserError(
+                f"tensor {name} is in {held[name]}, though {INDEX_NAME} says {file}; one of the two is stale"
+            )
+    files = set(mapping.values())
+    unnamed = [name for name, file in held.items() if name not in mapping and file in files]
+    if unnamed:
+        text = f"{len(unnamed)} tensors are in the shards but not in the index, {unnamed[0]} first; they are read"
+        notices.append(Notice("unindexed-tensors", INDEX_NAME, text))
+
+
+def _merge(tensors: dict[str, Located], found: Mapping[str, Located]) -> None:
+    for name in tensors.keys() & found.keys():
+        a, b = tensors[name].file.name, found[name].file.name
+        raise UserError(f"tensor {name} is in both {a} and {b}; remove the file that does not belong here")
+    tensors.update(found)
+
+
+# ---- one file -------------------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> dict[str, Located]:
+    """Tensors of one safetensors file, each checked against the file's size. UserError names file and tensor."""
+    _regular(path)
+    try:
+        with open(path, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            first = f.read(max(8, len(LFS_POINTER)))
+            if first.startswith(LFS_POINTER):
+                raise UserError(f"{path}: a Git LFS pointer, not the weights; run 'git lfs pull' or download the file")
+            if size < 8 or len(first) < 8:
+                raise UserError(f"{path}: {size} bytes are too few for a safetensors file; download it again")
+            length = int.from_bytes(first[:8], "little")
+            if length > MAX_JSON:
+                raise UserError(f"{path}: a header of {length} bytes (at most {MAX_JSON}); this is no safetensors file")
+            if length > size - 8:
+                raise UserError(f"{path}: truncated: a header of {length} bytes in a file of {size}; download it again")
+            f.seek(8)
+            raw = f.read(length)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
+    if len(raw) != length:
+        raise UserError(f"{path}: the file ends inside its header; download it again")
+    document = _object(_strict_json(raw, f"{path}: the header"), f"{path}: the header")
+    _metadata(document.pop("__metadata__", None), path)
+    start = 8 + length
+    tensors = {name: _entry(name, entry, path, start, size) for name, entry in document.items()}
+    at = start
+    for t in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
+        if t.begin != at:
+            what = "overlaps the tensor before it" if t.begin < at else f"leaves a gap of {t.begin - at} bytes"
+            raise UserError(f"{path}: tensor {t.name} {what}; the file is damaged")
+        at = t.end
+    if at != size:
+        raise UserError(f"{path}: {size - at} bytes follow the last tensor; the file is damaged")
+    return tensors
+
+
+def _entry(name: str, entry: Any, path: Path, start: int, size: int) -> Located:
+    """One entry of a header, checked on its own. start: where the file's data begins; size: of the whole file."""
+    if len(name) > MAX_NAME or not name.isprintable() or not name:
+        raise UserError(f"{path}: {_show(name)} is no tensor name (1 to {MAX_NAME} printable characters)")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise UserError(f"{path}: tensor {name}: the header must give dtype, shape and data_offsets, nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise UserError(f"{path}: tensor {name}: the dtype {_show(dtype)} is unknown to fp4ward")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_count, shape)):
+        raise UserError(f"{path}: tensor {name}: the shape {_show(shape)} is no list of at most {MAX_DIMENSIONS} sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_count, offsets)) or offsets[0] > offsets[1]:
+        raise UserError(f"{path}: tensor {name}: data_offsets {_show(offsets)} are not [begin, end]")
+    begin, end = start + offsets[0], start + offsets[1]
+    located = Located(name, dtype, tuple(shape), path, begin, end)
+    if located.nbytes != end - begin:
+        raise UserError(
+            f"{path}: tensor {name}: {dtype} {shape} takes {located.nbytes} bytes, data_offsets give {end - begin}"
+        )
+    if end > size:
+        raise UserError(f"{path}: truncated: tensor {name} ends at byte {end} of {size}; download the file again")
+    return located
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _metadata(value: Any, path: Path) -> None:
+    if value is not None and (not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values())):
+        raise UserError(f"{path}: '__metadata__' in the header is no map of strings")
+
+
+# ---- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """A config file: exporters write bare Infinity and worse into these, so the lenient reader of the formats."""
+    return _object(parse_json(_read(path), path.name), path.name)
+
+
+def _regular(path: Path) -> None:
+    """No folder, no pipe (opening one would hang), no dangling link (how a cache shows an interrupted download)."""
+    if not path.is_file():
+        what = "not a file" if path.exists() else "missing (or a link to nothing); download it again"
+        raise UserError(f"{path}: this is {what}")
+
+
+def _read(path: Path) -> bytes:
+    _regular(path)
+    try:
+        with open(path, "rb") as f:
+            raw = f.read(MAX_JSON + 1)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
+    if len(raw) > MAX_JSON:
+        raise UserError(f"{path}: larger than {MAX_JSON} bytes, so no file of this kind")
+    if raw.startswith(LFS_POINTER):
+        raise UserError(f"{path}: a Git LFS pointer, not the file; run 'git lfs pull' or download it")
+    return raw
+
+
+def _read_json(path: Path) -> Any:
+    return _strict_json(_read(path), str(path))
+
+
+def _strict_json(raw: bytes, where: str) -> Any:
+    """JSON as the standard has it, each key once."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            seen: set[str] = set()
+            twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+            raise UserError(f"{where} names {_show(twice)} twice; the file is damaged")
+        return out
+
+    def constant(name: str) -> Any:
+        raise UserError(f"{where} holds {name}, which is not JSON")
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+    except UnicodeDecodeError as e:
+        raise UserError(f"{where} is not UTF-8 text (byte {e.start}); this is no such file or it is damaged") from None
+    except RecursionError:
+        raise UserError(f"{where} nests too deeply to be what it should be") from None
+    except ValueError as e:
+        raise UserError(f"{where} is not valid JSON: {_line(str(e))}") from None
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is no JSON object")
+    return value
+
+
+def _show(value: Any) -> str:
+    """Any value from a file in one short printable line."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):  # deep nesting; an integer beyond Python's limit of digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:160]

@@ -1,0 +1,410 @@
+"""The command `fp4ward`: the only reader of the command line and the environment.
+
+Exit codes: 0 done, 1 a fault of fp4ward itself, 2 something is wrong with what the user gave, 130 interrupted, 141 the
+reader of the output went away. Text and JSON go to stdout; notices, progress and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fp4ward import flags
+from fp4ward.config import EngineConfig
+from fp4ward.errors import UserError
+
+if TYPE_CHECKING:
+    from fp4ward.llm import LLM
+    from fp4ward.runtime.request import RequestOutput, SamplingParams
+
+log = logging.getLogger("fp4ward")
+# A terminal acts on control characters, and what a model writes is not to be acted on.
+CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if c not in b"\t\n"}
+NOTICES_SHOWN = 8  # more only with --log-level debug: real checkpoints have one notice a kind, some a dozen kinds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. argv: without the program's name, None takes the process's."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    level = "info"
+    try:
+        args = flags.parser().parse_args(given)
+        level = args.log_level
+        with _logging_to_stderr(level):
+            code: int = COMMANDS[args.command](args)
+            sys.stdout.flush()
+            return code
+    except UserError as e:
+        if level == "debug":
+            traceback.print_exc()
+        return _fail(f"error: {e}", 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Python would complain once more while it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as e:
+        if level == "debug":
+            traceback.print_exc()
+        what = " ".join(f"{type(e).__name__}: {e}".split())[:500]
+        return _fail(
+            f"internal error: {what} (--log-level debug shows the trace; please report it with `fp4ward env`)", 1
+        )
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"fp4ward: {message}", file=sys.stderr)
+    return code
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompt = _prompt(args)
+    sampling = _sampling(args)
+    if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
+        raise UserError("--logprobs and --prompt-logprobs are part of the JSON output; add --json")
+    llm, load_s = _load(args, text=isinstance(prompt, str) or "stop" in sampling, chat=False)
+    timer = _Timer(llm.stream(prompt, _with_defaults(llm, sampling)))
+    if args.json:
+        output = _last(timer)
+        print(json.dumps(_report(args.model, output, load_s, timer), ensure_ascii=False, allow_nan=False))
+        return _outcome(output)
+    if (sampling.get("n") or 1) == 1:
+        output = _write_stream(llm, timer)
+    else:  # several answers cannot share one terminal while they grow
+        output = _last(timer)
+        for completion in output.outputs:
+            print(f"[{completion.index}] {_shown(completion.text) if llm.tokenizer else _ids(completion.token_ids)}")
+    reasons = ", ".join(dict.fromkeys(str(c.finish_reason) for c in output.outputs))
+    log.info(
+        "%d prompt tokens, %d new, finished by %s; %s",
+        len(output.prompt_token_ids), timer.tokens, reasons, timer.summary(),
+    )  # fmt: skip
+    return _outcome(output)
+
+
+def _outcome(output: RequestOutput) -> int:
+    """The exit code: a request that the model itself failed (logits that are not numbers) is no success."""
+    failed = [c.error for c in output.outputs if c.error is not None]
+    return _fail(f"error: {failed[0]}", 1) if failed else 0
+
+
+def _prompt(args: argparse.Namespace) -> str | list[int]:
+    """The prompt from the command line or stdin, as text or token ids."""
+    if args.prompt_token_ids is not None:
+        if args.prompt is not None:
+            raise UserError("a prompt and --prompt-token-ids were both given; give one")
+        if not args.prompt_token_ids:
+            raise UserError("--prompt-token-ids is empty; at least one token is needed")
+        ids: list[int] = args.prompt_token_ids
+        return ids
+    if args.prompt in (None, "-"):
+        if sys.stdin is not None and sys.stdin.isatty():
+            print("Prompt (Ctrl-D on an empty line ends it):", file=sys.stderr)
+        text = _decode(sys.stdin.buffer.read() if sys.stdin is not None else b"")
+        text = text.removesuffix("\n").removesuffix("\r")  # the line end of `echo` and here-documents
+        where = "stdin"
+    else:
+        text, where = args.prompt, "the command line"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError("the prompt on the command line is not valid UTF-8") from None
+    if not text:
+        raise UserError(f"the prompt from {where} is empty; give some text, or --prompt-token-ids")
+    return text
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(f"the prompt on stdin is not valid UTF-8 (byte {e.start})") from None
+
+
+def _last(snapshots: Iterable[RequestOutput]) -> RequestOutput:
+    return deque(snapshots, maxlen=1).pop()
+
+
+def _write_stream(llm: LLM, snapshots: Iterable[RequestOutput]) -> RequestOutput:
+    """Print the first answer as it grows: text, or token ids where there is no tokenizer. The last snapshot."""
+    done = 0
+    try:
+        for output in snapshots:
+            completion = output.outputs[0]
+            if llm.tokenizer is not None:
+                sys.stdout.write(_shown(completion.text[done:]))
+                done = len(completion.text)
+            else:
+                fresh = completion.token_ids[done:]
+                sys.stdout.write(("," if done and fresh else "") + _ids(fresh))
+                done += len(fresh)
+            sys.stdout.flush()
+    finally:
+        print()
+    return output
+
+
+def _shown(text: str) -> str:
+    return text.translate(CONTROLS) if sys.stdout.isatty() else text
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return ",".join(map(str, ids))
+
+
+def _report(model: str, output: RequestOutput, load_s: float, timer: _Timer) -> dict[str, Any]:
+    """What --json prints. Log-probabilities appear where they were asked for; one that is not finite is null."""
+    outputs = []
+    for c in output.outputs:
+        entry: dict[str, Any] = {
+            "index": c.index,
+            "text": c.text,
+            "token_ids": list(c.token_ids),
+            "finish_reason": c.finish_reason,
+            "stop_reason": c.stop_reason,
+        }
+        if c.error is not None:
+            entry["error"] = c.error
+        if c.logprobs is not None:
+            entry |= {"logprobs": _plain(c.logprobs), "cumulative_logprob": _plain(c.cumulative_logprob)}
+        outputs.append(entry)
+    new = sum(len(c.token_ids) for c in output.outputs)
+    ids = list(output.prompt_token_ids)
+    report: dict[str, Any] = {"model": model, "prompt": output.prompt, "prompt_token_ids": ids}
+    if output.prompt_logprobs is not None:
+        report["prompt_logprobs"] = _plain(output.prompt_logprobs)
+    report["outputs"] = outputs
+    report["usage"] = {"prompt_tokens": len(ids), "completion_tokens": new, "total_tokens": len(ids) + new}
+    report["timings"] = {"load_s": round(load_s, 4), **timer.json()}
+    return report
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, mappings and sequences as JSON has them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class _Timer:
+    """Passes snapshots on and takes the time: TTFT to the first token, TPOT between those of the longest answer."""
+
+    def __init__(self, snapshots: Iterator[RequestOutput]) -> None:
+        self._snapshots = snapshots
+        self.tokens = self._longest = self._first_tokens = 0
+        self.ttft: float | None = None
+        self.total = 0.0
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        start = time.perf_counter()
+        for output in self._snapshots:
+            counts = [len(c.token_ids) for c in output.outputs]
+            self.total = time.perf_counter() - start
+            if self.ttft is None and any(counts):
+                self.ttft, self._first_tokens = self.total, max(counts)
+            self.tokens, self._longest = sum(counts), max(counts, default=0)
+            yield output
+
+    @property
+    def tpot(self) -> float | None:
+        steps = self._longest - self._first_tokens
+        return None if self.ttft is None or steps <= 0 else (self.total - self.ttft) / steps
+
+    def json(self) -> dict[str, float | None]:
+        values = {"ttft_s": self.ttft, "tpot_s": self.tpot, "total_s": self.total}
+        return {name: None if value is None else round(value, 6) for name, value in values.items()}
+
+    def summary(self) -> str:
+        ttft = "no token" if self.ttft is None else f"TTFT {self.ttft:.3f} s"
+        return ttft if self.tpot is None else f"{ttft}, TPOT {1000 * self.tpot:.1f} ms"
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+def _chat(args: argparse.Namespace) -> int:
+    kwargs = dict(args.chat_template_kwargs or {})
+    if args.no_thinking:
+        kwargs["enable_thinking"] = False
+    sampling = _sampling(args)
+    llm, _ = _load(args, text=True, chat=True)
+    params = _with_defaults(llm, sampling)
+    opening = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+    messages = list(opening)
+    if sys.stdin is not None and sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history in input())
+        print(flags.CHAT_HELP, file=sys.stderr)
+    while True:
+        line = _chat_line()
+        if line is None or line in ("/exit", "/quit"):
+            return 0
+        if line == "/reset":
+            messages = list(opening)
+            print("Started over.", file=sys.stderr)
+        elif line.startswith("/"):
+            print(f"There is no command {line.split()[0]}. {flags.CHAT_HELP}", file=sys.stderr)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answer = _chat_turn(llm, messages, params, kwargs)
+            if answer is None:
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _chat_line() -> str | None:
+    """The next line the user typed, None at the end of the input."""
+    if sys.stdin is None:
+        return None
+    if sys.stdin.isatty():
+        try:
+            return input("> ").strip()
+        except EOFError:
+            print()
+            return None
+    data = sys.stdin.buffer.readline()
+    return _decode(data).strip() if data else None
+
+
+def _chat_turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, kwargs: dict[str, Any]) -> str | None:
+    """Stream one answer to stdout. What was said is kept when the user stops it; None when nothing could be said."""
+    said = ""
+
+    def kept() -> Iterator[RequestOutput]:
+        nonlocal said
+        for output in timer:
+            said = output.outputs[0].text
+            yield output
+
+    stream: Iterator[RequestOutput] | None = None
+    try:
+        stream = llm.stream_chat(messages, params, chat_template_kwargs=kwargs)
+        timer = _Timer(stream)
+        output = _write_stream(llm, kept())
+    except UserError as e:  # too long, say: the conversation goes on
+        print(f"fp4ward: {e} (/reset starts over)", file=sys.stderr)
+        return None
+    except KeyboardInterrupt:
+        return said or None
+    finally:
+        if isinstance(stream, Generator):
+            stream.close()  # frees the request's cache when it was stopped
+    log.debug("%d tokens; %s", timer.tokens, timer.summary())
+    return None if _outcome(output) else said
+
+
+# --- env --------------------------------------------------------------------------------------------------------------
+
+
+def _env(args: argparse.Namespace) -> int:
+    from fp4ward.environment import collect, render
+
+    info = collect()
+    print(json.dumps(info, indent=2) if args.json else render(info))
+    return 0
+
+
+# --- from flags to objects --------------------------------------------------------------------------------------------
+
+
+def _load(args: argparse.Namespace, *, text: bool, chat: bool) -> tuple[LLM, float]:
+    """The model of these flags and the seconds it took. What can be refused is, before any weight is read."""
+    settings = {name: getattr(args, name) for name in flags.ENGINE if getattr(args, name) is not None}
+    EngineConfig(model=args.model, **settings)
+    start = time.perf_counter()
+    if text:
+        _need_tokenizer(args.model, args.revision, chat)
+    from fp4ward.llm import LLM
+
+    quiet = not log.isEnabledFor(logging.INFO)
+    llm = LLM(args.model, **settings, show_progress=False if quiet else None)
+    _show_notices(llm)
+    return llm, time.perf_counter() - start
+
+
+def _need_tokenizer(model: str, revision: str | None, chat: bool) -> None:
+    from fp4ward.checkpoint.hub import resolve_model
+    from fp4ward.serve.text import Tokenizer
+
+    folder = resolve_model(model, revision)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer is None:
+        raise UserError(
+            f"{folder}: there is no tokenizer.json, so text cannot be read or written; "
+            f"`fp4ward generate --prompt-token-ids` works without"
+        )
+    if chat and tokenizer.chat_template is None:
+        raise UserError(
+            f"{folder}: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+            f"`fp4ward generate` works without"
+        )
+
+
+def _show_notices(llm: LLM) -> None:
+    shown = llm.notices if log.isEnabledFor(logging.DEBUG) else llm.notices[:NOTICES_SHOWN]
+    for notice in shown:
+        log.info("notice %s: %s: %s", notice.code, notice.where, notice.text)
+    if len(shown) < len(llm.notices):
+        log.info("%d more notices (--log-level debug shows them)", len(llm.notices) - len(shown))
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags that were given; refused here if a value is bad."""
+    from fp4ward.runtime.request import SamplingParams
+
+    given = {name: getattr(args, name) for name in flags.SAMPLING if getattr(args, name, None) is not None}
+    SamplingParams(**{"max_tokens": None, **given})
+    return given
+
+
+def _with_defaults(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+    """The checkpoint's sampling defaults under the user's flags. At a terminal an answer has no length limit but the
+    context, where the class's own default of 16 tokens (vLLM's) would cut it off."""
+    from fp4ward.runtime.request import SamplingParams
+
+    params = llm.default_sampling_params()
+    if params.max_tokens == SamplingParams.max_tokens:
+        params = dataclasses.replace(params, max_tokens=None)
+    return dataclasses.replace(params, **given)
+
+
+@contextlib.contextmanager
+def _logging_to_stderr(level: str) -> Iterator[None]:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("fp4ward: %(message)s"))
+    log.addHandler(handler)
+    before, log.propagate = log.level, False
+    log.setLevel(level.upper())
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a character must not end the answer
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+        log.propagate = True
+
+
+COMMANDS = {"generate": _generate, "chat": _chat, "env": _env}

@@ -1,0 +1,90 @@
+"""Per architecture, what planning and loading need to know, without torch: config, names, weights, placement, state."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from fp4ward.errors import UserError
+from fp4ward.parallel.placement import Placement
+
+# config.json "architectures" -> module with the facts; fp4ward.models has the forward under the same module name.
+ARCHITECTURES = {
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the model that tensors of a checkpoint fill.
+
+    name: canonical. kind: "linear" (module with a weight [N, K] in any format), "experts" (a stack [E, N, K]),
+    "tensor" (a plain float tensor: norms, convolution, A_log).
+    stacked: for experts, the module that may hold all experts in one tensor, and the first of its rows that belongs
+    here (gate_up_proj holds gate rows, then up rows). Per expert, the module is `experts.{e}.{last part of name}`.
+    optional: may be absent (a tied lm_head).
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    placement: Placement
+    stacked: tuple[str, int] | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class PagedKv:
+    """State of an attention layer: K and V of every past token, in pages. Widths on this rank."""
+
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A recurrent layer's state, one slot a sequence: last `conv[1]` inputs of `conv[0]` channels, and `ssm` in f32."""
+
+    conv: tuple[int, int]
+    ssm: tuple[int, ...]
+
+
+StateSpec = PagedKv | Recurrent
+
+
+def model_class(config: Mapping[str, Any]) -> str:
+    """config.json's first known architecture, a key of ARCHITECTURES. UserError with the list of known ones."""
+    found = config.get("architectures")
+    if not isinstance(found, list) or not all(isinstance(a, str) for a in found):
+        raise UserError("config.json: 'architectures' is missing or no list of names, so the model cannot be told")
+    for name in found:
+        if name in ARCHITECTURES:
+            return name
+    raise UserError(
+        f"config.json: architecture {', '.join(found) or '(none)'} is not supported; "
+        f"supported are {', '.join(sorted(ARCHITECTURES))}"
+    )
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """Name of the module of this model, in facts and in models."""
+    return ARCHITECTURES[model_class(config)]
+
+
+def load(config: Mapping[str, Any]) -> ModuleType:
+    """The facts module of this model."""
+    return importlib.import_module(f"fp4ward.facts.{architecture(config)}")
+
+
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """One id, a list of ids or null, as both JSON files spell the end tokens."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise UserError(f"{where} is {value!r}, token ids are expected")
+    return tuple(ids)

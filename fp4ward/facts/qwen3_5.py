@@ -1,0 +1,266 @@
+"""Qwen3.5 and 3.6, MoE and dense (text part): config, names, weights, placement, state. Pure.
+
+Source: config.json and tensor names of the published checkpoints; transformers' models.qwen3_5(_moe).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp4ward.errors import UserError
+from fp4ward.facts import PagedKv, Recurrent, Slot, StateSpec, model_class, token_ids
+from fp4ward.parallel.placement import Experts, Replicate, Shard
+
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+# Parts of the checkpoint that the text model leaves out on purpose, with the reason that is shown.
+LEFT_OUT = {"visual": "vision tower: text only", "mtp": "multi-token prediction head: not used yet"}
+# Keys whose default we do not know to be harmless: any other value is another model.
+REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attn_output_gate": (True,),
+    "mlp_only_layers": ([],),
+    "mamba_ssm_dtype": ("float32", None),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Names as in config.json's text config. experts == 0 means a dense MLP of width `intermediate_size`."""
+
+    vocab_size: int
+    hidden_size: int
+    layer_types: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rotary_dim: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def key_dim(self) -> int:
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.key_dim + self.value_dim
+
+
+def parse(config: Mapping[str, Any]) -> Config:
+    """Config from config.json, text config at the root or nested. UserError naming the key that is not understood."""
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise UserError("config.json: 'text_config' is no object")
+    moe = "Moe" in model_class(config)
+
+    def need(key: str, default: int | None = None) -> int:
+        value = text.get(key, default)
+        if value is None:
+            raise UserError(f"config.json: '{key}' is missing from the text config")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise UserError(f"config.json: '{key}' is {value!r}, a whole number from 1 to 2^31-1 is expected")
+        return value
+
+    def positive(key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise UserError(f"config.json: '{key}' is {value!r}, a positive number is expected")
+        return float(value)
+
+    for key, allowed in REQUIRED_VALUES.items():
+        if key in text and text[key] not in allowed:
+            raise UserError(
+                f"config.json: {key}={text[key]!r} is not supported for this architecture, only {allowed[0]!r}"
+            )
+    layers = need("num_hidden_layers")
+    if layers > 4096:
+        raise UserError(f"config.json: num_hidden_layers={layers} is beyond any known model (4096)")
+    rope = text.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError("config.json: 'rope_parameters' is no object")
+    if rope.get("rope_type", "default") != "default":
+        raise UserError(f"config.json: rope_type={rope['rope_type']!r} is not supported, only 'default'")
+    head_dim = need("head_dim")
+    key = "partial_rotary_factor"
+    factor = positive(key, rope.get(key, text.get(key, 0.25)))
+    theta = positive("rope_theta", rope.get("rope_theta", text.get("rope_theta", 10_000_000)))
+    rotary = int(head_dim * factor)
+    if not 0 < rotary <= head_dim or rotary % 2:
+        raise UserError(f"config.json: partial_rotary_factor={factor} of head_dim={head_dim} gives {rotary} dimensions")
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    cfg = Config(
+        vocab_size=need("vocab_size"),
+        hidden_size=need("hidden_size"),
+        layer_types=_layer_types(text, layers),
+        num_attention_heads=need("num_attention_heads"),
+        num_key_value_heads=need("num_key_value_heads"),
+        head_dim=head_dim,
+        linear_num_key_heads=need("linear_num_key_heads"),
+        linear_num_value_heads=need("linear_num_value_heads"),
+        linear_key_head_dim=need("linear_key_head_dim"),
+        linear_value_head_dim=need("linear_value_head_dim"),
+        linear_conv_kernel_dim=need("linear_conv_kernel_dim", 4),
+        num_experts=need("num_experts") if moe else 0,
+        num_experts_per_tok=need("num_experts_per_tok") if moe else 0,
+        moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
+        shared_expert_intermediate_size=need("shared_expert_intermediate_size") if moe else 0,
+        intermediate_size=0 if moe else need("intermediate_size"),
+        rms_norm_eps=positive("rms_norm_eps", text.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rotary_dim=rotary,
+        max_position_embeddings=need("max_position_embeddings", 32768),
+        tie_word_embeddings=bool(tied),
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"),
+        eos_token_ids=token_ids(text.get("eos_token_id", config.get("eos_token_id")), "config.json: 'eos_token_id'"),
+    )
+    for heads, of in (
+        ("num_key_value_heads", "num_attention_heads"),
+        ("linear_num_key_heads", "linear_num_value_heads"),
+    ):
+        if getattr(cfg, of) % getattr(cfg, heads):
+            raise UserError(f"config.json: {of}={getattr(cfg, of)} is no multiple of {heads}={getattr(cfg, heads)}")
+    if moe and cfg.num_experts_per_tok > cfg.num_experts:
+        raise UserError(f"config.json: num_experts_per_tok={cfg.num_experts_per_tok} of num_experts={cfg.num_experts}")
+    if cfg.linear_conv_kernel_dim < 2:
+        raise UserError("config.json: linear_conv_kernel_dim=1 is not supported (2 and more)")
+    return cfg
+
+
+def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    given = text.get("layer_types")
+    if given is None:
+        interval = text.get("full_attention_interval", 4)
+        if not isinstance(interval, int) or interval < 1:
+            raise UserError(f"config.json: full_attention_interval={interval!r}, a positive number is expected")
+        return tuple("full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers))
+    if not isinstance(given, list) or len(given) != layers:
+        raise UserError(f"config.json: layer_types does not name each of the {layers} layers (num_hidden_layers)")
+    for i, kind in enumerate(given):
+        if kind not in ("full_attention", "linear_attention"):
+            raise UserError(f"config.json: layer_types[{i}] is {kind!r}; full_attention and linear_attention are known")
+    return tuple(given)
+
+
+def canonical(name: str) -> str:
+    """One name for a tensor or module, whoever wrote it: no model prefix; `visual.` and `mtp.` at the root.
+
+    Serves safetensors headers and quantization JSON alike. Idempotent.
+    """
+    for prefix in PREFIXES:
+        if name.startswith(prefix) and len(name) > len(prefix):
+            return canonical(name[len(prefix) :])
+    return name
+
+
+def weights(cfg: Config) -> list[Slot]:
+    """Every weight of the text model, with its logical shape and placement."""
+    h, rep = cfg.hidden_size, Replicate()
+    slots = [Slot("embed_tokens", "linear", (cfg.vocab_size, h), rep)]
+    for i, kind in enumerate(cfg.layer_types):
+        p = f"layers.{i}."
+        slots += [
+            Slot(f"{p}input_layernorm.weight", "tensor", (h,), rep),
+            Slot(f"{p}post_attention_layernorm.weight", "tensor", (h,), rep),
+        ]
+        slots += _linear_attention(cfg, p) if kind == "linear_attention" else _full_attention(cfg, p)
+        if cfg.num_experts:
+            e, m, s = cfg.num_experts, cfg.moe_intermediate_size, cfg.shared_expert_intermediate_size
+            x = f"{p}mlp.experts."
+            slots += [
+                Slot(f"{p}mlp.gate", "linear", (e, h), rep),
+                Slot(f"{x}gate_proj", "experts", (e, m, h), Experts(Shard(0, 16)), (f"{x}gate_up_proj", 0)),
+                Slot(f"{x}up_proj", "experts", (e, m, h), Experts(Shard(0, 16)), (f"{x}gate_up_proj", m)),
+                Slot(f"{x}down_proj", "experts", (e, h, m), Experts(Shard(1, 16)), (f"{x}down_proj", 0)),
+                *_mlp(f"{p}mlp.shared_expert.", h, s),
+                Slot(f"{p}mlp.shared_expert_gate", "linear", (1, h), rep),
+            ]
+        else:
+            slots += _mlp(f"{p}mlp.", h, cfg.intermediate_size)
+    slots += [
+        Slot("norm.weight", "tensor", (h,), rep),
+        Slot("lm_head", "linear", (cfg.vocab_size, h), Shard(0), optional=cfg.tie_word_embeddings),
+    ]
+    return slots
+
+
+def _mlp(p: str, h: int, width: int) -> list[Slot]:
+    return [
+        Slot(f"{p}gate_proj", "linear", (width, h), Shard(0, 16)),
+        Slot(f"{p}up_proj", "linear", (width, h), Shard(0, 16)),
+        Slot(f"{p}down_proj", "linear", (h, width), Shard(1, 16)),
+    ]
+
+
+def _full_attention(cfg: Config, p: str) -> list[Slot]:
+    h, d = cfg.hidden_size, cfg.head_dim
+    q, kv = cfg.num_attention_heads * d, cfg.num_key_value_heads * d
+    a = f"{p}self_attn."
+    return [
+        Slot(f"{a}q_proj", "linear", (2 * q, h), Shard(0, 2 * d)),  # a head's query rows, then its gate rows
+        Slot(f"{a}k_proj", "linear", (kv, h), Shard(0, d, on_short="replicate")),
+        Slot(f"{a}v_proj", "linear", (kv, h), Shard(0, d, on_short="replicate")),
+        Slot(f"{a}o_proj", "linear", (h, q), Shard(1, d)),
+        Slot(f"{a}q_norm.weight", "tensor", (d,), Replicate()),
+        Slot(f"{a}k_norm.weight", "tensor", (d,), Replicate()),
+    ]
+
+
+def _linear_attention(cfg: Config, p: str) -> list[Slot]:
+    h, nk, nv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
+    dk, dv = cfg.linear_key_head_dim, cfg.linear_value_head_dim
+    group = nv // nk  # value heads stay with their key head
+    qkv = Shard(0, parts=((cfg.key_dim, dk), (cfg.key_dim, dk), (cfg.value_dim, group * dv)))
+    a = f"{p}linear_attn."
+    return [
+        Slot(f"{a}in_proj_qkv", "linear", (cfg.conv_dim, h), qkv),
+        Slot(f"{a}in_proj_z", "linear", (cfg.value_dim, h), Shard(0, group * dv)),
+        Slot(f"{a}in_proj_b", "linear", (nv, h), Shard(0, group)),
+        Slot(f"{a}in_proj_a", "linear", (nv, h), Shard(0, group)),
+        Slot(f"{a}conv1d.weight", "tensor", (cfg.conv_dim, 1, cfg.linear_conv_kernel_dim), qkv),
+        Slot(f"{a}A_log", "tensor", (nv,), Shard(0, group)),
+        Slot(f"{a}dt_bias", "tensor", (nv,), Shard(0, group)),
+        Slot(f"{a}norm.weight", "tensor", (dv,), Replicate()),
+        Slot(f"{a}out_proj", "linear", (h, cfg.value_dim), Shard(1, group * dv)),
+    ]
+
+
+def state_spec(cfg: Config) -> list[StateSpec]:
+    """One entry a layer: what it keeps of the past."""
+    nk, nv, dk, dv = (
+        cfg.linear_num_key_heads,
+        cfg.linear_num_value_heads,
+        cfg.linear_key_head_dim,
+        cfg.linear_value_head_dim,
+    )
+    assert nv % nk == 0
+    recurrent = Recurrent(conv=(cfg.conv_dim, cfg.linear_conv_kernel_dim - 1), ssm=(nv, dk, dv))
+    paged = PagedKv(cfg.num_key_value_heads, cfg.head_dim)
+    return [recurrent if kind == "linear_attention" else paged for kind in cfg.layer_types]
+
+
+def kv_scale_layer(module: str) -> int | None:
+    """Layer whose cache scale `module` carries: ModelOpt stores k_scale under k_proj and v_scale under v_proj,
+    compressed-tensors both under self_attn. None for any other module."""
+    m = re.fullmatch(r"layers\.(\d+)\.self_attn(?:\.[kv]_proj)?", module)
+    return int(m[1]) if m else None

@@ -1,0 +1,144 @@
+"""The flags of the command `fp4ward`, named as vLLM's where the meaning is the same. cli.py reads them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from fp4ward import __version__
+from fp4ward.config import DTYPES, KV_DTYPES, EngineConfig, parse_size
+from fp4ward.errors import UserError
+
+LEVELS = ("debug", "info", "warning", "error")
+ENGINE = tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in ("model", "seed", "load_format"))
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "stop", "stop_token_ids", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "n",
+)  # fmt: skip
+CHAT_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one sentence instead of a page of usage; flags are not completed from their first letters."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (`{self.prog} --help` lists what there is)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser; a namespace it gives has `command`, and None (or nothing) for what was not given."""
+    top = _Parser(prog="fp4ward", description="Runs NVFP4 checkpoints of hybrid mixture-of-experts models.")
+    top.add_argument("--version", action="version", version=f"fp4ward {__version__}")
+    _log_level(top, "info")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue a prompt", description="Continue a prompt.")
+    _model(generate)
+    generate.add_argument("prompt", metavar="PROMPT", nargs="?", help="text; from stdin if left out or -")
+    generate.add_argument("--prompt-token-ids", metavar="IDS", type=_token_ids, help="such as 1,2,3, instead of text")
+    generate.add_argument("--json", action="store_true", help="one JSON object with tokens, usage and timings")
+    sampling = _sampling_flags(generate)
+    sampling.add_argument("-n", type=int, metavar="N", help="number of answers")
+    sampling.add_argument("--logprobs", type=int, metavar="N", help="N best tokens a position (with --json)")
+    sampling.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for the prompt (with --json)")
+    _engine_flags(generate)
+
+    chat = commands.add_parser("chat", help="talk to a model", description=f"Talk to a model. {CHAT_HELP}")
+    _model(chat)
+    chat.add_argument("--system-prompt", metavar="TEXT", help="first message of the conversation")
+    chat.add_argument("--no-thinking", action="store_true", help="short for enable_thinking false in the next one")
+    chat.add_argument("--chat-template-kwargs", metavar="JSON", type=_json_object, help="variables for the template")
+    _sampling_flags(chat)
+    _engine_flags(chat)
+
+    env = commands.add_parser("env", help="versions and hardware", description="Versions and hardware, for reports.")
+    env.add_argument("--json", action="store_true", help="as JSON")
+    for command in (generate, chat, env):
+        _log_level(command, argparse.SUPPRESS)
+    return top
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or a Hugging Face name")
+
+
+def _log_level(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        default=default,
+        metavar="LEVEL",
+        help=f"{', '.join(LEVELS)}: info shows notices and timings, debug all notices and traces (info)",
+    )
+
+
+def _sampling_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("sampling", "Defaults come from the checkpoint's generation_config.json.")
+
+    def add(flag: str, kind: Callable[[str], Any], metavar: str, text: str) -> None:
+        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+
+    add("--temperature", float, "T", "0 takes the most likely token")
+    add("--top-p", float, "P", "only the likeliest tokens that sum to P")
+    add("--top-k", int, "K", "only the K likeliest tokens; 0 or -1 for all")
+    add("--min-p", float, "P", "only tokens with P times the best one's probability")
+    add("--repetition-penalty", float, "R", "above 1 discourages tokens of prompt and answer")
+    add("--presence-penalty", float, "R", "taken from the logit of tokens in the answer")
+    add("--frequency-penalty", float, "R", "the same, once for each occurrence")
+    add("--seed", int, "N", "makes a random answer repeatable")
+    add("--stop-token-ids", _token_ids, "IDS", "tokens that end the answer, such as 1,2")
+    add("--max-tokens", int, "N", "longest answer (until the model ends it, or the context is full)")
+    add("--min-tokens", int, "N", "no end before this many tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+    group.add_argument("--ignore-eos", action="store_const", const=True, help="go on after an end token")
+    return group
+
+
+def _engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    default = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+
+    def add(flag: str, kind: Callable[[str], Any], metavar: str, text: str) -> None:
+        value = default[flag[2:].replace("-", "_")]
+        shown = "" if value is None else f" ({value})"
+        group.add_argument(flag, type=kind, metavar=metavar, help=text + shown)
+
+    add("--dtype", str, "TYPE", f"of the computation: auto, {', '.join(DTYPES)}")
+    add("--device", str, "DEVICE", "auto, cpu, cuda or cuda:N")
+    add("--kv-cache-dtype", str, "TYPE", f"auto, {', '.join(dict.fromkeys(KV_DTYPES.values()))}")
+    add("--max-model-len", int, "N", "tokens of prompt and answer together (the model's)")
+    add("--max-num-seqs", int, "N", "sequences at once")
+    add("--max-num-batched-tokens", int, "N", "tokens a step; longer prompts go in chunks")
+    add("--block-size", int, "N", "tokens of a page of the KV cache")
+    add("--kv-cache-memory-bytes", _size, "SIZE", "such as 4GiB (what the sequences need)")
+    add("--revision", str, "NAME", "branch, tag or commit of a Hugging Face name")
+
+
+def _token_ids(text: str) -> list[int]:
+    parts = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    if not all(p.isascii() and p.isdigit() and len(p) < 12 for p in parts):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no list of token ids such as 1,2,3")
+    return [int(p) for p in parts]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no JSON object such as '{{\"enable_thinking\": false}}'")
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except UserError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None

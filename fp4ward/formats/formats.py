@@ -1,0 +1,259 @@
+"""What a stored weight can be: one record per format, and recognition from safetensors headers alone.
+
+Standard library only: `fp4ward plan` reads this without torch. The numbers are in nvfp4.py and fp8.py.
+
+A module (the dotted name without its last part) is stored as a handful of tensors whose last name parts ("leaves")
+differ between exporters. `recognise` maps leaves to the components of a `Format`:
+
+| format      | ModelOpt leaves                        | compressed-tensors leaves                          |
+|-------------|----------------------------------------|----------------------------------------------------|
+| nvfp4       | weight U8, weight_scale, weight_scale_2| weight_packed, weight_scale, weight_global_scale   |
+| fp8_tensor  | weight F8, weight_scale []             | weight F8, weight_scale [1]                        |
+| fp8_channel | weight F8, weight_scale [N]            | weight F8, weight_scale [N,1]                      |
+| fp8_block   | weight F8, weight_scale 4-D            | weight F8, weight_scale(_inv) [N/128,K/128]        |
+| bf16 f16 f32| weight                                 | weight                                             |
+
+compressed-tensors stores the reciprocal of the global scale; `Component.reciprocal` says so. What is recognised but
+cannot run (MXFP8, integer weights, unknown leaves) is refused by name: nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fp4ward.errors import UserError
+
+NVFP4_GROUP = 16
+FP8_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight is stored, and, a separate fact, what its layer's input is quantized to.
+
+    bits: stored bits a weight, block scales included. block: (rows, columns) that share one block scale, None without.
+    components: names of the tensors in memory. activation: "none", "fp8" or "nvfp4".
+    """
+
+    name: str
+    bits: float
+    block: tuple[int, int] | None
+    components: tuple[str, ...]
+    activation: str = "none"
+
+    def with_activation(self, activation: str) -> Format:
+        return replace(self, activation=activation)
+
+    @property
+    def quantized(self) -> bool:
+        return self.bits < 16
+
+    @property
+    def label(self) -> str:
+        """Name for people: the weight's format and the width of the activations."""
+        if self.name == "nvfp4":
+            return "nvfp4 W4A4" if self.activation == "nvfp4" else "nvfp4 W4A16"
+        if self.name.startswith("fp8"):
+            return f"{self.name} W8A8" if self.activation == "fp8" else f"{self.name} W8A16"
+        return self.name
+
+
+NVFP4 = Format("nvfp4", 4.5, (1, NVFP4_GROUP), ("packed", "block_scale", "global_scale"))
+FP8_TENSOR = Format("fp8_tensor", 8, None, ("data", "scale"))
+FP8_CHANNEL = Format("fp8_channel", 8, None, ("data", "scale"))
+FP8_BLOCK_SCALED = Format("fp8_block", 8, (FP8_BLOCK, FP8_BLOCK), ("data", "scale"))
+BF16 = Format("bf16", 16, None, ("data",))
+F16 = Format("f16", 16, None, ("data",))
+F32 = Format("f32", 32, None, ("data",))
+
+FORMATS = {f.name: f for f in (NVFP4, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK_SCALED, BF16, F16, F32)}
+DENSE = {"BF16": BF16, "F16": F16, "F32": F32}
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Header:
+    """One tensor as a safetensors header describes it. name is the raw name in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        n = DTYPE_BYTES[self.dtype]
+        for d in self.shape:
+            n *= d
+        return n
+
+
+@dataclass(frozen=True)
+class Component:
+    """Where one component of a weight is stored: a raw tensor, and whether it holds the reciprocal."""
+
+    header: Header
+    reciprocal: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One module's weight as found in the headers. shape is logical: (N, K), or (E, N, K) when experts are stacked.
+
+    components: component name -> where it is. extras: leaves that belong to the weight without being part of it
+    ("bias", "input_scale", "pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "k_scale", "v_scale").
+    """
+
+    module: str
+    format: Format
+    shape: tuple[int, ...]
+    components: Mapping[str, Component]
+    extras: Mapping[str, Component]
+
+
+# Leaves that describe the activation or the cache rather than the weight.
+EXTRA_LEAVES = {
+    "input_scale": "input_scale",
+    "input_global_scale": "input_scale",
+    "bias": "bias",
+    "pre_quant_scale": "pre_quant_scale",
+    "svdquant_lora_a": "svdquant_lora_a",
+    "svdquant_lora_b": "svdquant_lora_b",
+    "k_scale": "k_scale",
+    "v_scale": "v_scale",
+    "q_scale": "q_scale",
+    "output_scale": "output_scale",
+}
+SCALE_LEAVES = ("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale")
+KV_LEAVES = ("k_scale", "v_scale")
+
+
+def recognise(module: str, leaves: Mapping[str, Header]) -> Stored | None:
+    """Format and components of `module` from its leaves; None when it holds no weight (KV scales only, say).
+
+    Raises UserError naming the module and tensor for anything that is not understood.
+    """
+    extras = {
+        EXTRA_LEAVES[leaf]: Component(h, reciprocal=leaf == "input_global_scale")
+        for leaf, h in leaves.items()
+        if leaf in EXTRA_LEAVES
+    }
+    known = {"weight", "weight_packed", *SCALE_LEAVES, *EXTRA_LEAVES}
+    for leaf, h in leaves.items():
+        if leaf not in known:
+            raise UserError(
+                f"tensor {h.name}: '{leaf}' is no part of a format that fp4ward knows "
+                f"(NVFP4, FP8, BF16, F16, F32), so the layer {module} cannot be read"
+            )
+    packed = leaves.get("weight_packed")
+    weight = leaves.get("weight")
+    scale = leaves.get("weight_scale")
+    if packed is not None and weight is not None:
+        raise UserError(f"layer {module}: both {packed.name} and {weight.name} are stored; one weight is expected")
+    if packed is None and weight is None:
+        orphan = next((leaves[leaf] for leaf in SCALE_LEAVES if leaf in leaves), None)
+        if orphan is not None:
+            raise UserError(f"tensor {orphan.name}: a scale without its weight; the checkpoint is incomplete")
+        return None
+    if packed is not None:
+        return _nvfp4(module, packed, scale, leaves.get("weight_global_scale"), True, leaves, extras)
+    assert weight is not None
+    if weight.dtype == "U8" and "weight_scale_2" in leaves:
+        return _nvfp4(module, weight, scale, leaves["weight_scale_2"], False, leaves, extras)
+    if weight.dtype == "F8_E4M3":
+        return _fp8(module, weight, leaves, extras)
+    if weight.dtype in DENSE:
+        for leaf in SCALE_LEAVES:
+            if leaf in leaves:
+                raise UserError(f"tensor {leaves[leaf].name}: a scale beside {weight.name}, stored as {weight.dtype}")
+        return Stored(module, DENSE[weight.dtype], weight.shape, {"data": Component(weight)}, extras)
+    if weight.dtype == "U8":
+        raise UserError(
+            f"tensor {weight.name}: packed bytes without weight_scale_2, so not NVFP4 "
+            f"(MXFP4 and integer formats are not supported)"
+        )
+    hint = " (MXFP8 is not supported)" if scale is not None and scale.dtype in ("U8", "F8_E8M0") else ""
+    raise UserError(f"tensor {weight.name}: stored as {weight.dtype}, which fp4ward cannot run{hint}")
+
+
+def _nvfp4(
+    module: str,
+    packed: Header,
+    scale: Header | None,
+    global_: Header | None,
+    reciprocal: bool,
+    leaves: Mapping[str, Header],
+    extras: Mapping[str, Component],
+) -> Stored:
+    used = {"weight_packed" if reciprocal else "weight", "weight_scale"}
+    used.add("weight_global_scale" if reciprocal else "weight_scale_2")
+    _no_other_scale(leaves, used)
+    if packed.dtype != "U8" or len(packed.shape) < 2:
+        raise UserError(f"tensor {packed.name}: {packed.dtype} {list(packed.shape)}; NVFP4 packs U8 [N, K/2]")
+    *lead, n, half = packed.shape
+    k = 2 * half
+    if k == 0 or k % NVFP4_GROUP:
+        raise UserError(f"tensor {packed.name}: K={k} is not a multiple of {NVFP4_GROUP}, which NVFP4 requires")
+    if scale is None or global_ is None:
+        lacking = "weight_scale" if scale is None else "weight_global_scale"
+        raise UserError(f"layer {module}: {packed.name} is packed FP4 but {module}.{lacking} is missing")
+    want = (*lead, n, k // NVFP4_GROUP)
+    if scale.dtype != "F8_E4M3" or scale.shape != want:
+        raise UserError(
+            f"tensor {scale.name}: {scale.dtype} {list(scale.shape)}; NVFP4 wants F8_E4M3 {list(want)} "
+            f"(one scale for every {NVFP4_GROUP} columns of {packed.name})"
+        )
+    count = 1
+    for d in global_.shape:
+        count *= d
+    rows = 1
+    for d in lead:
+        rows *= d
+    if global_.dtype != "F32" or count not in (1, rows):
+        raise UserError(
+            f"tensor {global_.name}: {global_.dtype} {list(global_.shape)}; one F32 global scale is expected"
+        )
+    parts = {
+        "packed": Component(packed),
+        "block_scale": Component(scale),
+        "global_scale": Component(global_, reciprocal),
+    }
+    return Stored(module, NVFP4, (*lead, n, k), parts, extras)
+
+
+def _fp8(module: str, weight: Header, leaves: Mapping[str, Header], extras: Mapping[str, Component]) -> Stored:
+    _no_other_scale(leaves, {"weight", "weight_scale", "weight_scale_inv"})
+    found = [leaves[leaf] for leaf in ("weight_scale", "weight_scale_inv") if leaf in leaves]
+    if len(found) != 1:
+        what = "no scale" if not found else "two scales"
+        raise UserError(f"tensor {weight.name}: FP8 with {what}; one weight_scale or weight_scale_inv is expected")
+    scale = found[0]
+    if len(weight.shape) < 2:
+        raise UserError(f"tensor {weight.name}: FP8 {list(weight.shape)}; [N, K] is expected")
+    *lead, n, k = weight.shape
+    if scale.dtype not in DENSE:
+        raise UserError(f"tensor {scale.name}: {scale.dtype}; FP8 scales are F32, F16 or BF16 (MXFP8 is not supported)")
+    blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+    rest = scale.shape[len(lead) :] if scale.shape[: len(lead)] == tuple(lead) else None
+    fmt = None
+    if scale.shape in ((), (1,)) or rest in ((), (1,)):
+        fmt = FP8_TENSOR
+    elif rest in ((n,), (n, 1)):
+        fmt = FP8_CHANNEL
+    elif rest in (blocks, (blocks[0], 1, blocks[1], 1)):
+        fmt = FP8_BLOCK_SCALED
+    if fmt is None:
+        raise UserError(
+            f"tensor {scale.name}: {list(scale.shape)} fits no FP8 scaling of {weight.name} {list(weight.shape)}: "
+            f"[] (tensor), [{n}, 1] (channel) or {list(blocks)} (128x128 blocks)"
+        )
+    return Stored(module, fmt, weight.shape, {"data": Component(weight), "scale": Component(scale)}, extras)
+
+
+def _no_other_scale(leaves: Mapping[str, Header], used: set[str]) -> None:
+    for leaf in SCALE_LEAVES:
+        if leaf in leaves and leaf not in used:
+            raise UserError(f"tensor {leaves[leaf].name}: unexpected beside {', '.join(sorted(used))}")

@@ -1,0 +1,33 @@
+"""Attention over the paged cache: stores the step's K and V, then attends, sequence by sequence."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fp4ward.kernels import attention
+from fp4ward.kernels.linear import wide
+from fp4ward.layers.step import KvCache, Step
+from fp4ward.parallel.placement import OpTypes, S
+
+
+class PagedAttention:
+    """q [T, Nq, D], k, v [T, Nk, D] -> [T, Nq, D]; heads are sharded."""
+
+    types = OpTypes((S(1), S(1), S(1)), S(1))
+
+    def __init__(self, head_dim: int) -> None:
+        self.scale = head_dim**-0.5
+
+    def __call__(self, q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, step: Step, cache: KvCache) -> Tensor:
+        attention.store(cache.k, step.cache_at, k_TND, cache.k_scale)
+        attention.store(cache.v, step.cache_at, v_TND, cache.v_scale)
+        out = q_TND.new_empty(q_TND.shape)
+        dtype = wide(q_TND.dtype)
+        for seq in step.sequences:
+            at = seq.cache_rows
+            k = attention.fetch(cache.k, at, cache.k_scale, dtype)
+            v = attention.fetch(cache.v, at, cache.v_scale, dtype)
+            out[seq.start : seq.stop] = attention.attend(
+                q_TND[seq.start : seq.stop], k, v, seq.first_position, self.scale
+            )
+        return out

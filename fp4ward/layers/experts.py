@@ -1,0 +1,28 @@
+"""The routed experts of a mixture-of-experts block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fp4ward.formats.weight import Weight
+from fp4ward.kernels import experts
+from fp4ward.parallel.placement import OpTypes, P, R
+
+
+class RoutedExperts:
+    """x [T, H], router logits [T, E] -> [T, H]: a partial sum where experts or their widths are spread over ranks."""
+
+    def __init__(self, name: str, gate: Weight, up: Weight, down: Weight, top_k: int, sharded: bool = True) -> None:
+        self.name = name
+        self.gate = gate
+        self.up = up
+        self.down = down
+        self.top_k = top_k
+        self.types = OpTypes((R, R), P if sharded else R)
+        self.op: Callable[..., Tensor] = experts.reference
+
+    def __call__(self, x_TH: Tensor, logits_TE: Tensor) -> Tensor:
+        weights, ids = experts.route_softmax(logits_TE, self.top_k)
+        return self.op(x_TH, self.gate, self.up, self.down, weights, ids)

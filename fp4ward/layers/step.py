@@ -1,0 +1,50 @@
+"""What one step of the engine hands to every layer: where each sequence's tokens and state are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """One sequence's part of a step: rows start..stop of the flat tokens, the first one at `first_position`.
+
+    slot: its recurrent slot. cache_rows [C]: flat cache positions of tokens 0 .. first_position + (stop - start) - 1.
+    """
+
+    start: int
+    stop: int
+    first_position: int
+    slot: int
+    cache_rows: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """A flat batch of T tokens. cache_at [T]: where the cache keeps each of them. logits_at [L]: rows to score."""
+
+    token_ids: Tensor
+    positions: Tensor
+    cache_at: Tensor
+    logits_at: Tensor
+    sequences: tuple[SequenceStep, ...]
+
+
+@dataclass
+class KvCache:
+    """One attention layer's K and V, [pages * page_size, heads, D] each, and the scales of an FP8 cache."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+@dataclass
+class RecurrentState:
+    """One recurrent layer's state by slot: conv [slots, C, W-1] and ssm [slots, N, Dk, Dv] in f32 (f64 for f64)."""
+
+    conv: Tensor
+    ssm: Tensor

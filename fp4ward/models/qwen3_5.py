@@ -1,0 +1,182 @@
+"""Qwen3.5 and 3.6, MoE and dense, text part.
+
+Shapes: T tokens of the step, H hidden, N heads, D head dimension, V vocabulary, L rows to score.
+
+    x <- x + mixer(norm(x));  x <- x + mlp(norm(x));  logits = lm_head(norm(x))
+
+Three of four layers mix by a gated delta net (a recurrent state), the fourth by softmax attention (a paged cache).
+What differs from its siblings: norms multiply by 1 + w (except the gated norm of the delta net); query projections
+carry a gate, interleaved head by head; only a quarter of each head rotates; routing weights are renormalised; the
+shared expert has a sigmoid gate of its own. Source: transformers' models.qwen3_5 and qwen3_5_moe.
+
+Each weight's local shape decides the local number of heads: the same forward runs on one rank and on several. The two
+all-reduces a layer are all the communication there is before the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fp4ward.facts.qwen3_5 import Config, weights
+from fp4ward.formats.weight import Weight
+from fp4ward.layers.attention import PagedAttention
+from fp4ward.layers.basic import Embedding, GatedHeadNorm, HeadNorm, RMSNorm, Rope
+from fp4ward.layers.experts import RoutedExperts
+from fp4ward.layers.gated_delta import GatedDelta
+from fp4ward.layers.linear import Linear
+from fp4ward.layers.step import KvCache, RecurrentState, Step
+from fp4ward.parallel.collectives import Group, all_gather, all_reduce
+
+
+class Parts:
+    """The loaded tensors by canonical name, made into layers."""
+
+    def __init__(self, cfg: Config, tensors: Mapping[str, Weight | Tensor], dtype: torch.dtype) -> None:
+        self.cfg = cfg
+        self.dtype = dtype
+        self.tensors = tensors
+        self.placement = {slot.name: slot.placement for slot in weights(cfg)}
+
+    def weight(self, name: str) -> Weight:
+        found = self.tensors[name]
+        assert isinstance(found, Weight), name
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        found = self.tensors[name]
+        assert isinstance(found, Tensor), name
+        return found
+
+    def linear(self, name: str) -> Linear:
+        return Linear(name, self.weight(name), self.placement[name])
+
+    def one_plus(self, name: str) -> Tensor:
+        """Norm weights are stored zero-centred: the factor is 1 + w."""
+        w = self.tensor(f"{name}.weight")
+        return 1 + (w.double() if self.dtype == torch.float64 else w)
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.one_plus(name), self.cfg.rms_norm_eps)
+
+    def head_norm(self, name: str) -> HeadNorm:
+        return HeadNorm(self.one_plus(name), self.cfg.rms_norm_eps)
+
+
+class GatedAttention:
+    """o_proj(attention(rope(norm(q)), rope(norm(k)), v) * sigmoid(gate))."""
+
+    def __init__(self, parts: Parts, prefix: str, device: torch.device) -> None:
+        cfg = parts.cfg
+        self.head_dim = cfg.head_dim
+        self.q_proj, self.k_proj = parts.linear(f"{prefix}q_proj"), parts.linear(f"{prefix}k_proj")
+        self.v_proj, self.o_proj = parts.linear(f"{prefix}v_proj"), parts.linear(f"{prefix}o_proj")
+        self.q_norm, self.k_norm = parts.head_norm(f"{prefix}q_norm"), parts.head_norm(f"{prefix}k_norm")
+        self.rope = Rope(cfg.rotary_dim, cfg.rope_theta, parts.dtype, device)
+        self.attention = PagedAttention(cfg.head_dim)
+
+    def __call__(self, x_TH: Tensor, step: Step, cache: KvCache) -> Tensor:
+        t, d = x_TH.shape[0], self.head_dim
+        q, gate = self.q_proj(x_TH).view(t, -1, 2 * d).split(d, dim=-1)
+        k = self.k_norm(self.k_proj(x_TH).view(t, -1, d))
+        v = self.v_proj(x_TH).view(t, -1, d)
+        q = self.rope(self.q_norm(q), step.positions)
+        k = self.rope(k, step.positions)
+        out = self.attention(q, k, v, step, cache)
+        return self.o_proj((out * gate.sigmoid()).reshape(t, -1))
+
+
+class GatedDeltaNet:
+    """out_proj(norm(delta(conv(qkv), a, b)) * silu(z)); the norm runs over each head."""
+
+    def __init__(self, parts: Parts, prefix: str) -> None:
+        cfg = parts.cfg
+        self.in_proj_qkv, self.in_proj_z = parts.linear(f"{prefix}in_proj_qkv"), parts.linear(f"{prefix}in_proj_z")
+        self.in_proj_a, self.in_proj_b = parts.linear(f"{prefix}in_proj_a"), parts.linear(f"{prefix}in_proj_b")
+        self.out_proj = parts.linear(f"{prefix}out_proj")
+        self.norm = GatedHeadNorm(parts.tensor(f"{prefix}norm.weight"), cfg.rms_norm_eps)
+        self.delta = GatedDelta(
+            parts.tensor(f"{prefix}conv1d.weight")[:, 0],
+            parts.tensor(f"{prefix}A_log"),
+            parts.tensor(f"{prefix}dt_bias"),
+            cfg.linear_key_head_dim,
+            cfg.linear_value_head_dim,
+        )
+
+    def __call__(self, x_TH: Tensor, step: Step, state: RecurrentState) -> Tensor:
+        o = self.delta(self.in_proj_qkv(x_TH), self.in_proj_a(x_TH), self.in_proj_b(x_TH), step, state)
+        z = self.in_proj_z(x_TH).view(o.shape)
+        return self.out_proj(self.norm(o, z).flatten(1))
+
+
+class Mlp:
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, parts: Parts, prefix: str) -> None:
+        self.gate_proj, self.up_proj = parts.linear(f"{prefix}gate_proj"), parts.linear(f"{prefix}up_proj")
+        self.down_proj = parts.linear(f"{prefix}down_proj")
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
+
+
+class MoE:
+    """Routed experts plus the shared expert under its own sigmoid gate. Both are partial sums: one all-reduce after."""
+
+    def __init__(self, parts: Parts, prefix: str) -> None:
+        self.gate = parts.linear(f"{prefix}gate")
+        self.shared_expert_gate = parts.linear(f"{prefix}shared_expert_gate")
+        self.shared_expert = Mlp(parts, f"{prefix}shared_expert.")
+        gate, up, down = (parts.weight(f"{prefix}experts.{p}_proj") for p in ("gate", "up", "down"))
+        self.experts = RoutedExperts(f"{prefix}experts", gate, up, down, parts.cfg.num_experts_per_tok)
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        routed = self.experts(x_TH, self.gate(x_TH))
+        return routed + self.shared_expert_gate(x_TH).sigmoid() * self.shared_expert(x_TH)
+
+
+class Layer:
+    """A mixer and an MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, norm: RMSNorm, mixer: Callable[..., Tensor], post_norm: RMSNorm, mlp: Callable[..., Tensor]):
+        self.norm = norm
+        self.mixer = mixer
+        self.post_norm = post_norm
+        self.mlp = mlp
+
+
+class Model:
+    """forward(step, state) -> logits [L, V]. state: one KvCache or RecurrentState a layer."""
+
+    def __init__(self, cfg: Config, tensors: Mapping[str, Weight | Tensor], dtype: torch.dtype, group: Group = None):
+        parts = Parts(cfg, tensors, dtype)
+        table = parts.weight("embed_tokens")
+        self.cfg = cfg
+        self.dtype = dtype
+        self.device = table.device
+        self.group = group
+        self.embed_tokens = Embedding(table, dtype)
+        self.layers = [self._layer(parts, i, kind) for i, kind in enumerate(cfg.layer_types)]
+        self.norm = parts.norm("norm")
+        self.lm_head = parts.linear("lm_head" if "lm_head" in tensors else "embed_tokens")  # absent when tied
+
+    def _layer(self, parts: Parts, i: int, kind: str) -> Layer:
+        p = f"layers.{i}."
+        mixer: Callable[..., Tensor]
+        if kind == "full_attention":
+            mixer = GatedAttention(parts, f"{p}self_attn.", self.device)
+        else:
+            mixer = GatedDeltaNet(parts, f"{p}linear_attn.")
+        mlp = MoE(parts, f"{p}mlp.") if parts.cfg.num_experts else Mlp(parts, f"{p}mlp.")
+        return Layer(parts.norm(f"{p}input_layernorm"), mixer, parts.norm(f"{p}post_attention_layernorm"), mlp)
+
+    def forward(self, step: Step, state: Sequence[KvCache | RecurrentState]) -> Tensor:
+        x = self.embed_tokens(step.token_ids)
+        for layer, own in zip(self.layers, state, strict=True):
+            x = x + all_reduce(layer.mixer(layer.norm(x), step, own), self.group)
+            x = x + all_reduce(layer.mlp(layer.post_norm(x)), self.group)
+        x = self.norm(x[step.logits_at])
+        return all_gather(self.lm_head(x), self.group)

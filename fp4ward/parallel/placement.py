@@ -1,0 +1,111 @@
+"""Where each rank's piece of a weight lies, and what an activation is on the tensor axis. Pure.
+
+A `Placement` is declared on the *logical* weight; the format derives the slices of packed codes and scales. Units keep
+a cut where the storage allows one (16 along K for NVFP4, a head, an expert); a rank count that does not divide the
+units gives the first ranks one unit more (1856 rows in units of 64 over 8 ranks: five ranks of 256, three of 192).
+
+Activations carry one of three types on the tensor axis: replicated (R), sharded along a dimension (S), or partial (P),
+a pending sum. Each layer states its input and output types; adding R to P is an error that parallel/typed.py finds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp4ward.errors import UserError
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank holds the whole weight."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Dimension `dim` of the logical weight is cut over the ranks in whole `unit`s.
+
+    parts: (size, unit) of concatenated pieces that are cut one by one (q|k|v in one projection); () for one piece.
+    on_short: what to do when there are fewer units than ranks: "replicate" each unit on several ranks, or "error".
+    """
+
+    dim: int
+    unit: int = 1
+    parts: tuple[tuple[int, int], ...] = ()
+    on_short: str = "error"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Dimension 0 counts experts. Under tensor parallelism each expert is cut by `inner`; under expert parallelism
+    whole experts are dealt to ranks."""
+
+    inner: Shard | Replicate
+
+
+Placement = Replicate | Shard | Experts
+
+
+def cut(size: int, unit: int, rank: int, ranks: int, on_short: str = "error") -> tuple[int, int]:
+    """Start and stop of `rank`'s share of `size` in whole units (the last unit may be short)."""
+    units = -(-size // unit)
+    if units < ranks:
+        if on_short != "replicate":
+            raise UserError(f"{size} in units of {unit} cannot be shared by {ranks} ranks; use at most {units}")
+        first = rank * units // ranks
+        return first * unit, min(size, (first + 1) * unit)
+    base, extra = divmod(units, ranks)
+    first = rank * base + min(rank, extra)
+    last = first + base + (rank < extra)
+    return first * unit, min(size, last * unit)
+
+
+def ranges(placement: Shard, size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """The intervals of dimension `placement.dim` (of length `size`) that `rank` holds, one per concatenated part."""
+    parts = placement.parts or ((size, placement.unit),)
+    if sum(part for part, _ in parts) != size:
+        raise UserError(f"a dimension of {size} cannot be made of parts {[part for part, _ in parts]}")
+    out, base = [], 0
+    for part, unit in parts:
+        start, stop = cut(part, unit, rank, ranks, placement.on_short)
+        out.append((base + start, base + stop))
+        base += part
+    return out
+
+
+@dataclass(frozen=True)
+class Type:
+    """Type of an activation on the tensor axis: "R" replicated, "S" sharded along `dim`, "P" partial sum."""
+
+    kind: str
+    dim: int | None = None
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.kind == "S" else self.kind
+
+
+R = Type("R")
+P = Type("P")
+
+
+def S(dim: int) -> Type:
+    return Type("S", dim)
+
+
+@dataclass(frozen=True)
+class OpTypes:
+    """What a layer op takes and gives on the tensor axis, in the order of its tensor arguments."""
+
+    inputs: tuple[Type, ...]
+    output: Type
+
+
+COLUMN = OpTypes((R,), S(-1))
+ROW = OpTypes((S(-1),), P)
+LOCAL = OpTypes((R,), R)
+
+
+def linear_types(placement: Placement) -> OpTypes:
+    """Types of y = x W^T for a weight [N, K]: cut along N gives a sharded output, along K a partial one."""
+    if isinstance(placement, Shard):
+        return COLUMN if placement.dim == 0 else ROW
+    return LOCAL

@@ -1,0 +1,182 @@
+"""Requests in, tokens out: one `step` at a time. The scheduler decides, the runner computes, the sampler chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fp4ward.config import EngineConfig
+from fp4ward.errors import UserError
+from fp4ward.facts import StateSpec
+from fp4ward.kernels.linear import wide
+from fp4ward.runtime.pool import Pool
+from fp4ward.runtime.request import Logprob, Request, SamplingParams, generator
+from fp4ward.runtime.runner import Forward, Runner
+from fp4ward.runtime.sampler import prompt_logprobs, sample
+from fp4ward.runtime.scheduler import Limits, Scheduler, Work
+from fp4ward.runtime.state import State, page_bytes, slot_bytes
+
+# Cache size where the user names none: what max_num_seqs full sequences need, but no more than this on a CPU, and on a
+# GPU no more than this share of what the weights left free (the rest is for activations).
+CPU_CACHE_BYTES = 4 << 30
+GPU_CACHE_SHARE = 0.8
+
+
+class Engine:
+    """One model, its state and its requests. `config` is resolved: nothing in it is "auto"."""
+
+    def __init__(
+        self,
+        model: Forward,
+        spec: Sequence[StateSpec],
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        kv_scales: Mapping[int, tuple[float, float]],
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        assert config.max_model_len is not None
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.seed = config.seed
+        pages = _pages(spec, config, model.device, model.dtype)
+        slots = config.max_num_seqs
+        length = min(config.max_model_len, pages * config.block_size)
+        self.limits = Limits(slots, config.max_num_batched_tokens, length, config.block_size)
+        state = State.allocate(
+            spec,
+            pages=pages,
+            page_size=config.block_size,
+            slots=slots,
+            dtype=model.dtype,
+            kv_dtype=config.kv_cache_dtype,
+            device=model.device,
+            kv_scales=kv_scales,
+        )
+        self.runner = Runner(model, state)
+        self.scheduler = Scheduler(self.limits, Pool(pages), Pool(slots))
+        self._count = 0
+        self._prompt_logprobs: dict[Request, list[dict[int, Logprob] | None]] = {}
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
+        """Queue one sequence. UserError for an empty prompt, an unknown token id, or a prompt that cannot fit."""
+        for i, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise UserError(
+                    f"prompt token {i} is {token!r}; token ids of this model are whole numbers from 0 to "
+                    f"{self.vocab_size - 1}"
+                )
+        request = Request(
+            request_id=str(self._count),
+            prompt_token_ids=list(prompt),
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            generator=generator(params, self.seed, self._count, index),
+        )
+        self.scheduler.add(request)
+        self._count += 1
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[request] = [None]
+        return request
+
+    def prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        """What was asked for of the prompt, complete once the first token is out."""
+        return self._prompt_logprobs.get(request)
+
+    def discard(self, request: Request) -> None:
+        """Forget a request, running or finished; its pages and slot are free at once."""
+        if request.pages or request.slot is not None or request in self.scheduler.waiting:
+            self.scheduler.finish(request)
+        self._prompt_logprobs.pop(request, None)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> list[Request]:
+        """Run one step; the requests that took a token or failed in it, finished ones already out of the scheduler."""
+        work = self.scheduler.schedule()
+        if not work:
+            return []
+        every = [self._wants_prompt_logits(w) for w in work]
+        logits = self.runner.run(work, every)
+        ready, rows, row = [], [], 0
+        for w, full in zip(work, every, strict=True):
+            request, first = w.request, w.request.computed
+            request.computed += w.count
+            complete = request.computed == request.num_tokens
+            if full:
+                self._score_prompt(request, first, logits[row : row + w.count])
+                row += w.count
+            elif complete:
+                row += 1
+            if complete:
+                ready.append(request)
+                rows.append(row - 1)
+        if not ready:
+            return []
+        for request, sampled in zip(ready, sample(logits[rows].to(wide(logits.dtype)), ready), strict=True):
+            if sampled.error is not None:
+                request.fail(sampled.error)
+            else:
+                request.append(sampled.token_id, sampled.logprobs)
+                request.finish_if_done(sampled.token_id, self.limits.max_model_len)
+            if request.finished:
+                self.scheduler.finish(request)
+        return ready
+
+    def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
+        """[T, V] in the model's type: the logits after each token. chunks: how many tokens each step takes."""
+        if self.busy:
+            raise UserError("logits() needs an idle engine; let the running requests finish first")
+        request = self.add(token_ids, SamplingParams(max_tokens=1))
+        out: list[Tensor] = []
+        try:
+            whole = self.limits.max_num_batched_tokens
+            for count in chunks or [min(whole, len(token_ids) - a) for a in range(0, len(token_ids), whole)]:
+                if not out:
+                    self.scheduler.admit(request, len(token_ids))
+                out.append(self.runner.run([Work(request, count)], [True]))
+                request.computed += count
+        finally:
+            self.discard(request)
+        return torch.cat(out)
+
+    def _wants_prompt_logits(self, w: Work) -> bool:
+        """Whether this chunk holds prompt tokens whose successors still need a log-probability."""
+        got = self._prompt_logprobs.get(w.request)
+        return got is not None and len(got) < len(w.request.prompt_token_ids)
+
+    def _score_prompt(self, request: Request, first: int, logits: Tensor) -> None:
+        """Rows are the logits after tokens first, first + 1, ...: each scores the prompt token that follows it."""
+        got, prompt = self._prompt_logprobs[request], request.prompt_token_ids
+        known = len(got) - 1 - first  # rows already scored, before a preemption
+        targets = prompt[first + 1 : first + 1 + len(logits)]
+        if known < len(targets) and request.params.prompt_logprobs is not None:
+            got += prompt_logprobs(logits[known : len(targets)], targets[known:], request.params.prompt_logprobs)
+
+
+def _pages(spec: Sequence[StateSpec], config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """How many pages of K and V to hold. UserError when not even one sequence of a page fits."""
+    assert config.max_model_len is not None
+    per_sequence = -(-config.max_model_len // config.block_size)
+    wanted = per_sequence * config.max_num_seqs
+    size = page_bytes(spec, config.block_size, config.kv_cache_dtype)
+    if size == 0:  # no attention layer: pages cost nothing
+        return wanted
+    budget = config.kv_cache_memory_bytes
+    if budget is None:
+        slots = config.max_num_seqs * slot_bytes(spec, dtype)
+        if device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE) - slots
+        else:
+            budget = CPU_CACHE_BYTES
+    pages = min(wanted, budget // size)
+    if pages < 1:
+        raise UserError(
+            f"the KV cache gets {max(budget, 0) / 2**20:.0f} MiB, but one page of {config.block_size} tokens takes "
+            f"{size / 2**20:.2f} MiB; raise --kv-cache-memory-bytes or lower --max-num-seqs"
+        )
+    return pages
