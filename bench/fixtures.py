@@ -1,6 +1,6 @@
 """How far from the reference logits are we, and how far is transformers? On the fixtures, on any device.
 
-    python bench/fixtures.py [--device cuda] [--out bench/results/fixtures.jsonl]
+    python bench/fixtures.py [--device cuda] [--out bench/results/fixtures_h200.jsonl]
 
 For each Qwen3.5 fixture: the largest absolute error of our float32 logits against reference.safetensors (float32
 logits of the dequantized model, made with transformers), and the relative error (norm-wise, over all prompts) of our
@@ -69,20 +69,24 @@ def relative(found: list[Tensor], ref: list[Tensor]) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
+def git_commit() -> str:
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of 40 tokens: the fixture's and random ones")
+    parser.add_argument("--commit", help="recorded where the tree came without its git folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
     head = {
         "date": date.today().isoformat(),
         "gpu": gpu,
-        "commit": subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
+        "commit": args.commit or git_commit(),
+        "command": f"python bench/fixtures.py --device {args.device} --prompts {args.prompts}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

@@ -18,11 +18,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4ward import flags
+from fp4ward import __version__, flags
 from fp4ward.config import EngineConfig
-from fp4ward.errors import UserError
+from fp4ward.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from fp4ward.llm import LLM
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fp4ward")
 # A terminal acts on control characters, and what a model writes is not to be acted on.
 CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if c not in b"\t\n"}
+EVAL_SEQS = 64  # many short questions: on a CPU about two thirds of the time that 16 at once take
 NOTICES_SHOWN = 8  # more only with --log-level debug: real checkpoints have one notice a kind, some a dozen kinds
 
 
@@ -55,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python would complain once more while it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as e:  # no room for the output, say
+        if level == "debug":
+            traceback.print_exc()
+        return _fail(f"error: {one_line(e)}", 2)
     except Exception as e:
         if level == "debug":
             traceback.print_exc()
@@ -315,6 +321,61 @@ def _chat_turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams,
     return None if _outcome(output) else said
 
 
+# --- eval -------------------------------------------------------------------------------------------------------------
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from fp4ward.evals import report, run
+
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise UserError(f"--max-tokens {args.max_tokens}: a whole number above 0 is expected")
+    families = [] if args.tasks in (None, "all") else [name.strip() for name in args.tasks.split(",")]
+    # What can be refused is, before minutes of answers.
+    questions = run.plan(families, args.count, args.quick, args.seed)
+    other = None if args.compare is None else run.read(args.compare, questions, args.instructions)
+    for path in filter(None, (args.save, args.plot)):
+        if not Path(path).resolve().parent.is_dir():
+            raise UserError(f"{path}: its folder does not exist")
+    if args.plot is not None:
+        report.check_plot(args.plot)
+    if args.max_num_seqs is None:
+        args.max_num_seqs = min(EVAL_SEQS, args.max_num_batched_tokens or EVAL_SEQS)
+    llm, load_s = _load(args, text=True, chat=True)
+    with report.progress_bars(questions, quiet=not log.isEnabledFor(logging.INFO)) as progress:
+        result = run.ask(
+            llm, args.model, questions,
+            instructions=args.instructions, max_tokens=args.max_tokens, progress=progress,
+        )  # fmt: skip
+    paired = None if other is None else run.compare(result, other)
+    record = {"fp4ward": __version__, **result.record(), "seed": args.seed, "load_s": round(load_s, 4)}
+    record["engine"] = _plain(llm.config)
+    if other is not None and paired is not None:
+        differences = {name: d.record() for name, d in paired.items()}
+        record["compared"] = {"model": other.model, "file": args.compare, "differences": differences}
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    if args.save is not None:
+        _write(args.save, text + "\n")
+    if args.plot is not None:
+        report.plot(args.plot, result, other)
+    if args.json:
+        print(text)
+    else:
+        report.show(result, other, paired)
+    silent = sum(not a.answer for a in result.answers)
+    if 2 * silent > len(result.answers) and not args.instructions:
+        log.info("%d of %d replies hold no answer in the form that is looked for; --instructions tells the model which",
+                 silent, len(result.answers))  # fmt: skip
+    failed = [a.error for a in result.answers if a.error is not None]
+    return _fail(f"error: {len(failed)} answers failed, the first so: {failed[0]}", 1) if failed else 0
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror or e}") from None
+
+
 # --- env --------------------------------------------------------------------------------------------------------------
 
 
@@ -332,34 +393,15 @@ def _env(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace, *, text: bool, chat: bool) -> tuple[LLM, float]:
     """The model of these flags and the seconds it took. What can be refused is, before any weight is read."""
     settings = {name: getattr(args, name) for name in flags.ENGINE if getattr(args, name) is not None}
-    EngineConfig(model=args.model, **settings)
+    EngineConfig(model=args.model, **settings)  # before seconds of importing torch
     start = time.perf_counter()
-    if text:
-        _need_tokenizer(args.model, args.revision, chat)
     from fp4ward.llm import LLM
 
     quiet = not log.isEnabledFor(logging.INFO)
-    llm = LLM(args.model, **settings, show_progress=False if quiet else None)
+    needs = "chat" if chat else "text" if text else ""
+    llm = LLM(args.model, **settings, needs=needs, show_progress=False if quiet else None)
     _show_notices(llm)
     return llm, time.perf_counter() - start
-
-
-def _need_tokenizer(model: str, revision: str | None, chat: bool) -> None:
-    from fp4ward.checkpoint.hub import resolve_model
-    from fp4ward.serve.text import Tokenizer
-
-    folder = resolve_model(model, revision)
-    tokenizer = Tokenizer.load(folder)
-    if tokenizer is None:
-        raise UserError(
-            f"{folder}: there is no tokenizer.json, so text cannot be read or written; "
-            f"`fp4ward generate --prompt-token-ids` works without"
-        )
-    if chat and tokenizer.chat_template is None:
-        raise UserError(
-            f"{folder}: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            f"`fp4ward generate` works without"
-        )
 
 
 def _show_notices(llm: LLM) -> None:
@@ -382,12 +424,7 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 def _with_defaults(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     """The checkpoint's sampling defaults under the user's flags. At a terminal an answer has no length limit but the
     context, where the class's own default of 16 tokens (vLLM's) would cut it off."""
-    from fp4ward.runtime.request import SamplingParams
-
-    params = llm.default_sampling_params()
-    if params.max_tokens == SamplingParams.max_tokens:
-        params = dataclasses.replace(params, max_tokens=None)
-    return dataclasses.replace(params, **given)
+    return dataclasses.replace(llm.default_sampling_params(max_tokens=None), **given)
 
 
 @contextlib.contextmanager
@@ -407,4 +444,4 @@ def _logging_to_stderr(level: str) -> Iterator[None]:
         log.propagate = True
 
 
-COMMANDS = {"generate": _generate, "chat": _chat, "env": _env}
+COMMANDS = {"generate": _generate, "chat": _chat, "eval": _eval, "env": _env}

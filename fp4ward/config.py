@@ -29,7 +29,6 @@ class EngineConfig:
     tokens of prompt and answer together. max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of
     one step (a longer prompt is computed in chunks). block_size: tokens of one page of the KV cache.
     kv_cache_memory_bytes: size of the cache, None lets the engine choose. seed: of requests that bring none.
-    load_format: "auto" is safetensors, the only format that is read.
     """
 
     model: str
@@ -43,7 +42,6 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     seed: int = 0
-    load_format: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -52,7 +50,6 @@ class EngineConfig:
             raise UserError(f"revision={self.revision!r}: a branch, tag or commit is expected")
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
-        _one_of("load_format", self.load_format, ("auto", "safetensors"))
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             raise UserError(f"device={self.device!r}: auto, cpu, cuda or cuda:N is expected")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -109,7 +106,7 @@ def resolve(
             f"max_model_len={length} is more than the model was made for (max_position_embeddings="
             f"{max_position_embeddings} in config.json)"
         )
-    return replace(cfg, device=device, dtype=dtype, kv_cache_dtype=kv, max_model_len=length, load_format="safetensors")
+    return replace(cfg, device=device, dtype=dtype, kv_cache_dtype=kv, max_model_len=length)
 
 
 def parse_size(text: str) -> int:

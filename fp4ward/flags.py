@@ -13,11 +13,12 @@ from fp4ward.config import DTYPES, KV_DTYPES, EngineConfig, parse_size
 from fp4ward.errors import UserError
 
 LEVELS = ("debug", "info", "warning", "error")
-ENGINE = tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in ("model", "seed", "load_format"))
+ENGINE = tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in ("model", "seed"))
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "stop", "stop_token_ids", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "n",
 )  # fmt: skip
+TASKS = ("arithmetic", "recall", "sorting", "copying", "choice")  # of fp4ward.evals, which takes longer to import
 CHAT_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
@@ -57,15 +58,36 @@ def parser() -> argparse.ArgumentParser:
     _sampling_flags(chat)
     _engine_flags(chat)
 
+    evaluate = commands.add_parser(
+        "eval",
+        help="measure a model on tasks with exact answers",
+        description="Ask a model seeded held-out questions, greedily and with thinking off, and count the right "
+        "answers. 64 sequences run at once unless --max-num-seqs says otherwise.",
+    )
+    _model(evaluate)
+    evaluate.add_argument("--tasks", metavar="LIST", help=f"families such as {','.join(TASKS[:2])}, or all (all)")
+    evaluate.add_argument("--count", type=int, metavar="N", help="questions a family (120 to 400, by family)")
+    evaluate.add_argument("--quick", action="store_true", help="48 questions a family, and only arithmetic by default")
+    evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="of the questions (0)")
+    evaluate.add_argument(
+        "--instructions", action="store_true", help="tell the form of the answer; for models other than the demo"
+    )
+    evaluate.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (by family)")
+    evaluate.add_argument("--json", action="store_true", help="everything as JSON, each question's answer included")
+    evaluate.add_argument("--save", metavar="FILE", help="write the same JSON to a file")
+    evaluate.add_argument("--compare", metavar="FILE", help="paired difference from a run saved there")
+    evaluate.add_argument("--plot", metavar="FILE", help="bar chart (.png, .svg, .pdf); needs matplotlib")
+    _engine_flags(evaluate)
+
     env = commands.add_parser("env", help="versions and hardware", description="Versions and hardware, for reports.")
     env.add_argument("--json", action="store_true", help="as JSON")
-    for command in (generate, chat, env):
+    for command in (generate, chat, evaluate, env):
         _log_level(command, argparse.SUPPRESS)
     return top
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or a Hugging Face name")
+    parser.add_argument("model", metavar="MODEL", help="folder, Hugging Face name, or demo (comes along)")
 
 
 def _log_level(parser: argparse.ArgumentParser, default: str) -> None:

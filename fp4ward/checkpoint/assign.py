@@ -20,7 +20,7 @@ from fp4ward.checkpoint.index import Index, Located, modules
 from fp4ward.errors import UserError
 from fp4ward.formats.formats import KV_LEAVES, Format, Stored, recognise
 from fp4ward.formats.scheme import Notice, Scheme, kv_notices, read_scheme, settle
-from fp4ward.parallel.placement import Placement
+from fp4ward.parallel.placement import Slot
 
 # Extras that change the result, so that ignoring them would be wrong; and those that only describe a quantized input.
 REFUSED = {
@@ -30,23 +30,6 @@ REFUSED = {
     "svdquant_lora_b": "an SVDQuant side branch, which is not supported; use an NVFP4 export without it",
 }
 UNUSED = ("q_scale", "output_scale")
-
-
-class SlotLike(Protocol):
-    """What is asked of a slot (facts.Slot has it)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def stacked(self) -> tuple[str, int] | None: ...
-    @property
-    def optional(self) -> bool: ...
 
 
 class Facts(Protocol):
@@ -87,7 +70,7 @@ class Assignment:
 Pool = dict[str, dict[str, Located]]
 
 
-def assign(index: Index, slots: Sequence[SlotLike], *, facts: Facts, scheme: Scheme | None = None) -> Assignment:
+def assign(index: Index, slots: Sequence[Slot], *, facts: Facts, scheme: Scheme | None = None) -> Assignment:
     """Fill every slot from the headers. UserError names the first tensor without a place or place without a tensor."""
     scheme = scheme or read_scheme(index.config, index.hf_quant_config, facts.canonical)
     out = Assignment(notices=[*index.notices, *scheme.notices])
@@ -134,7 +117,7 @@ def _leave_out(pool: Pool, reasons: Mapping[str, str], out: Assignment) -> dict[
     return known
 
 
-def _take_kv_scales(pool: Pool, slots: Sequence[SlotLike], facts: Facts, out: Assignment) -> None:
+def _take_kv_scales(pool: Pool, slots: Sequence[Slot], facts: Facts, out: Assignment) -> None:
     """k_scale and v_scale of every layer that has a cache; such a scale anywhere else stays, and is an error later."""
     for slot in slots:
         layer = facts.kv_scale_layer(slot.name)
@@ -160,7 +143,7 @@ def _take_kv_scales(pool: Pool, slots: Sequence[SlotLike], facts: Facts, out: As
     _report_unused(unused, out)
 
 
-def _take_plain(pool: Pool, slot: SlotLike) -> Stored:
+def _take_plain(pool: Pool, slot: Slot) -> Stored:
     """A float tensor, or one stored in FP8 with its scale (a convolution in some recipes)."""
     module, _, leaf = slot.name.rpartition(".")
     leaves = pool.get(module, {})
@@ -180,7 +163,7 @@ def _take_plain(pool: Pool, slot: SlotLike) -> Stored:
     return stored
 
 
-def _take_linear(pool: Pool, slot: SlotLike, slots: Sequence[SlotLike], out: Assignment) -> None:
+def _take_linear(pool: Pool, slot: Slot, slots: Sequence[Slot], out: Assignment) -> None:
     leaves = pool.pop(slot.name, {})
     stored = recognise(slot.name, leaves) if leaves else None
     if stored is None:
@@ -197,14 +180,14 @@ def _take_linear(pool: Pool, slot: SlotLike, slots: Sequence[SlotLike], out: Ass
     out.pieces[slot.name] = [Piece(stored)]
 
 
-def _tied_to(slot: SlotLike, slots: Sequence[SlotLike]) -> str | None:
+def _tied_to(slot: Slot, slots: Sequence[Slot]) -> str | None:
     """The embedding that an absent output head shares: the first table of the same shape that is always there."""
     alike = (s.name for s in slots if s.kind == "linear" and s.shape == slot.shape and not s.optional)
     return next((name for name in alike if name.startswith("embed")), None)
 
 
 def _take_experts(
-    pool: Pool, slot: SlotLike, stack_rows: Mapping[str, int], stacks: dict[str, Stored | None]
+    pool: Pool, slot: Slot, stack_rows: Mapping[str, int], stacks: dict[str, Stored | None]
 ) -> list[Piece]:
     count, rows, columns = slot.shape
     prefix, _, last = slot.name.rpartition(".")
@@ -245,7 +228,7 @@ def _take_stack(pool: Pool, module: str) -> Stored | None:
     return recognise(module, leaves) if leaves else None
 
 
-def _stack_rows(slots: Sequence[SlotLike]) -> dict[str, int]:
+def _stack_rows(slots: Sequence[Slot]) -> dict[str, int]:
     """Rows of each stacked tensor: its slots lie one after the other."""
     rows: dict[str, int] = {}
     for slot in slots:
@@ -285,10 +268,11 @@ def _settle(scheme: Scheme, out: Assignment, passed_over: Mapping[str, Stored]) 
                 raise UserError(f"unexpected tensor {component.header.name}: layer {module} has no place for it")
     _report_unused(unused, out)
     for label, n in sorted(dropped.items()):
-        why = "their layers' inputs stay in high precision"
-        if not label.endswith("W4A16") and not label.endswith("W8A16"):
-            why = "inputs stay in high precision unless a kernel quantizes them, with scales of its own"
-        text = f"{n} stored activation scales (input_scale) are not loaded: {why}"
+        runs = label.replace("W4A4", "W4A16").replace("W8A8", "W8A16")
+        asked = "" if runs == label else f" though the checkpoint asks for {label.rpartition(' ')[2]}"
+        text = (
+            f"{n} activation scales (input_scale) are not loaded: these layers run {runs}, on unquantized inputs{asked}"
+        )
         out.notices.append(Notice("input-scale-dropped", label, text))
     for name, pieces in out.pieces.items():
         out.formats[name] = formats[pieces[0].stored.module]

@@ -1,37 +1,46 @@
-"""From what the user calls a model to a folder: a folder itself, or a Hugging Face name, cached or downloaded.
+"""From what the user calls a model to a folder: a folder itself, a Hugging Face name, or "demo", which comes along.
 
 Only safetensors, JSON, the chat template and tokenizer files are fetched: no pickle, no code.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from fp4ward.checkpoint.index import select_files
-from fp4ward.errors import UserError
+from fp4ward.errors import UserError, one_line, shown
 
 ALLOW = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.tiktoken", "merges.txt", "vocab.txt"]
 IGNORE = ["*/*", "consolidated*", "*.py", "*.bin"]  # "*/*": nothing from subfolders
+DEMO = Path(__file__).resolve().parent.parent / "demo_model"  # package data
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
     """Folder of `model`: a folder, else `org/name` from the local Hugging Face cache, else by download.
 
+    "demo" is the small model in this package, unless ./demo is a checkpoint; "./demo" is always the folder.
     A complete cached copy is used without asking the network. UserError in one sentence when nothing leads to a folder.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # os.path's functions take any name: too long, of an unknown user
     if not model or "\0" in model:
         raise UserError("no model is given; give a folder or a Hugging Face name (organization/name)")
-    if path.is_dir():
+    if model == "demo" and not (path / "config.json").is_file():
+        if revision is not None:
+            raise UserError(f"demo is the model in this package, so the revision '{revision}' has no meaning")
+        if not (DEMO / "config.json").is_file():
+            raise UserError(f"this installation of fp4ward came without the demo model ({DEMO}); install it again")
+        return DEMO
+    if os.path.isdir(path):
         if revision is not None:
             raise UserError(f"{model} is a folder, so the revision '{revision}' has no meaning; leave it out")
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"{model} is a file; give the folder that holds config.json and the safetensors files")
     if not HUB_NAME.fullmatch(model) or ".." in model:
-        raise UserError(f"{model!r}: there is no such folder, and it is no Hugging Face name (organization/name)")
+        raise UserError(f"{shown(model)}: there is no such folder, and it is no Hugging Face name (organization/name)")
     cached, fault = _cached(model, revision)
     return cached or _download(model, revision, fault)
 
@@ -49,7 +58,7 @@ def _cached(model: str, revision: str | None) -> tuple[Path | None, str | None]:
         partial = getattr(e, "snapshot_path", None)  # newer versions know when a download was interrupted
         return None, f"the copy in {partial} is incomplete" if partial else None
     except (HFValidationError, ValueError) as e:
-        raise UserError(f"{model}: not a name or revision that Hugging Face allows: {_line(e)}") from None
+        raise UserError(f"{model}: not a name or revision that Hugging Face allows: {one_line(e)}") from None
     try:
         select_files(Path(found))
     except UserError as e:
@@ -90,9 +99,5 @@ def _download(model: str, revision: str | None, fault: str | None) -> Path:
         ) from None
     except Exception as e:  # a full disk, a server error, the HTTP library's own: which one depends on the version
         raise UserError(
-            f"{where}: the download failed: {type(e).__name__}: {_line(e)}; run the command again to resume it"
+            f"{where}: the download failed: {type(e).__name__}: {one_line(e)}; run the command again to resume it"
         ) from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

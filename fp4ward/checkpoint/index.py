@@ -16,13 +16,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4ward.errors import UserError
+from fp4ward.errors import UserError, one_line, shown
 from fp4ward.formats.formats import DTYPE_BYTES, Header
-from fp4ward.formats.scheme import Notice, parse_json
+from fp4ward.formats.scheme import Notice
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON = 100_000_000  # safetensors' limit for a header; generous for every other JSON file
@@ -54,11 +54,6 @@ class Index:
     generation_config: dict[str, Any]
     tensors: dict[str, Located]
     notices: tuple[Notice, ...] = ()
-    files: tuple[Path, ...] = field(default=())
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(t.end - t.begin for t in self.tensors.values())
 
 
 def open_index(folder: Path | str) -> Index:
@@ -88,7 +83,6 @@ def open_index(folder: Path | str) -> Index:
         _config(folder / "generation_config.json") if "generation_config.json" in files.json else {},
         tensors,
         tuple(notices),
-        tuple(sorted({t.file for t in tensors.values()})),
     )
 
 
@@ -132,10 +126,12 @@ def select_files(folder: Path) -> Files:
     mapping = _weight_map(folder / INDEX_NAME) if INDEX_NAME in names else None
     if mapping is not None:
         named = sorted(set(mapping.values()))
-        missing = [n for n in named if not (folder / n).exists()]
+        missing = [n for n in named if not os.path.exists(folder / n)]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise UserError(f"{folder}: {missing[0]}{more} is named by {INDEX_NAME} but missing; download it again")
+            raise UserError(
+                f"{folder}: {one_line(missing[0])}{more} is named by {INDEX_NAME} but missing; download it again"
+            )
         extra = [n for n in found if n not in named and (MAIN.fullmatch(n) or EXTRA.fullmatch(n))]
     else:
         named = [n for n in found if MAIN.fullmatch(n)]
@@ -174,16 +170,16 @@ def _complete(folder: Path, names: Iterable[str]) -> None:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    document = _object(_read_json(path), path.name)
+    document = _object(parse_json(_read(path), str(path), strict=True), path.name)
     mapping = document.get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise UserError(f"{path}: 'weight_map' is missing or empty; remove the file to read the shards without it")
     for tensor, file in mapping.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise UserError(f"{path}: tensor {_show(tensor)} is in {_show(file)}; only safetensors files are read")
+            raise UserError(f"{path}: tensor {shown(tensor)} is in {shown(file)}; only safetensors files are read")
     for file in set(mapping.values()):
         if not file.isprintable() or re.search(r"[/\\:]", file) or file.startswith("."):
-            raise UserError(f"{path}: the shard name {_show(file)} leads out of the folder; a plain name is expected")
+            raise UserError(f"{path}: the shard name {shown(file)} leads out of the folder; a plain name is expected")
     return mapping
 
 
@@ -192,7 +188,7 @@ def _compare(mapping: Mapping[str, str], tensors: Mapping[str, Located], notices
     held = {name: t.file.name for name, t in tensors.items()}
     for name, file in mapping.items():
         if name not in held:
-            raise UserError(f"{file}: tensor {_show(name)} is missing, though {INDEX_NAME} says it is there")
+            raise UserError(f"{file}: tensor {shown(name)} is missing, though {INDEX_NAME} says it is there")
         if held[name] != file:
             raise UserError(
                 f"tensor {name} is in {held[name]}, though {INDEX_NAME} says {file}; one of the two is stale"
@@ -236,7 +232,7 @@ def read_header(path: Path) -> dict[str, Located]:
         raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
     if len(raw) != length:
         raise UserError(f"{path}: the file ends inside its header; download it again")
-    document = _object(_strict_json(raw, f"{path}: the header"), f"{path}: the header")
+    document = _object(parse_json(raw, f"{path}: the header", strict=True), f"{path}: the header")
     _metadata(document.pop("__metadata__", None), path)
     start = 8 + length
     tensors = {name: _entry(name, entry, path, start, size) for name, entry in document.items()}
@@ -254,16 +250,16 @@ def read_header(path: Path) -> dict[str, Located]:
 def _entry(name: str, entry: Any, path: Path, start: int, size: int) -> Located:
     """One entry of a header, checked on its own. start: where the file's data begins; size: of the whole file."""
     if len(name) > MAX_NAME or not name.isprintable() or not name:
-        raise UserError(f"{path}: {_show(name)} is no tensor name (1 to {MAX_NAME} printable characters)")
+        raise UserError(f"{path}: {shown(name)} is no tensor name (1 to {MAX_NAME} printable characters)")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise UserError(f"{path}: tensor {name}: the header must give dtype, shape and data_offsets, nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise UserError(f"{path}: tensor {name}: the dtype {_show(dtype)} is unknown to fp4ward")
+        raise UserError(f"{path}: tensor {name}: the dtype {shown(dtype)} is unknown to fp4ward")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_count, shape)):
-        raise UserError(f"{path}: tensor {name}: the shape {_show(shape)} is no list of at most {MAX_DIMENSIONS} sizes")
+        raise UserError(f"{path}: tensor {name}: the shape {shown(shape)} is no list of at most {MAX_DIMENSIONS} sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_count, offsets)) or offsets[0] > offsets[1]:
-        raise UserError(f"{path}: tensor {name}: data_offsets {_show(offsets)} are not [begin, end]")
+        raise UserError(f"{path}: tensor {name}: data_offsets {shown(offsets)} are not [begin, end]")
     begin, end = start + offsets[0], start + offsets[1]
     located = Located(name, dtype, tuple(shape), path, begin, end)
     if located.nbytes != end - begin:
@@ -313,48 +309,33 @@ def _read(path: Path) -> bytes:
     return raw
 
 
-def _read_json(path: Path) -> Any:
-    return _strict_json(_read(path), str(path))
+def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> Any:
+    """JSON as exporters write it: bare Infinity and NaN, and {"__float__": "Infinity"}, are numbers, and a key may be
+    given twice with one value; strict: neither. UserError with `where` for what is malformed, too deep or too large."""
 
-
-def _strict_json(raw: bytes, where: str) -> Any:
-    """JSON as the standard has it, each key once."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) != len(pairs):
-            seen: set[str] = set()
-            twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-            raise UserError(f"{where} names {_show(twice)} twice; the file is damaged")
+    def pairs(items: list[tuple[str, Any]]) -> Any:
+        out: dict[str, Any] = {}
+        for key, value in items:
+            if key in out and (strict or (out[key] is not value and out[key] != value)):  # a NaN differs from itself
+                raise UserError(f"{where}: {shown(key)} is given twice{'' if strict else ' with different values'}")
+            out[key] = value
+        if not strict and list(out) == ["__float__"] and isinstance(out["__float__"], str):
+            return float(out["__float__"])
         return out
 
-    def constant(name: str) -> Any:
-        raise UserError(f"{where} holds {name}, which is not JSON")
+    def constant(name: str) -> float:
+        if strict:
+            raise UserError(f"{where} holds {name}, which is not JSON")
+        return float(name)
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
-    except UnicodeDecodeError as e:
-        raise UserError(f"{where} is not UTF-8 text (byte {e.start}); this is no such file or it is damaged") from None
-    except RecursionError:
-        raise UserError(f"{where} nests too deeply to be what it should be") from None
-    except ValueError as e:
-        raise UserError(f"{where} is not valid JSON: {_line(str(e))}") from None
+        whole = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(whole, object_pairs_hook=pairs, parse_constant=constant)
+    except (ValueError, RecursionError) as e:  # also bad UTF-8, numbers of thousands of digits, thousands of brackets
+        raise UserError(f"{where}: not readable as JSON ({one_line(e)}); download the file again") from None
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{where} is no JSON object")
     return value
-
-
-def _show(value: Any) -> str:
-    """Any value from a file in one short printable line."""
-    try:
-        text = ascii(value)
-    except (RecursionError, ValueError):  # deep nesting; an integer beyond Python's limit of digits
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:160]

@@ -14,18 +14,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fp4ward.checkpoint.assign import Assignment, Facts, Piece, SlotLike, assign
+from fp4ward.checkpoint.assign import Assignment, Facts, Piece, assign
 from fp4ward.checkpoint.index import Index, Located
 from fp4ward.errors import UserError
 from fp4ward.formats import fp8, nvfp4
 from fp4ward.formats.formats import FP8_BLOCK, NVFP4_GROUP, Component, Format, Stored
 from fp4ward.formats.scheme import Notice, Scheme
 from fp4ward.formats.weight import Weight, allocate
-from fp4ward.parallel.placement import Experts, Placement, Shard, ranges
+from fp4ward.parallel.placement import Experts, Placement, Shard, Slot, ranges
 
 BUFFER = 16 << 20  # bytes a read: reads of 16 MiB reach the speed of the page cache; larger ones only cost memory
 DTYPES = {
@@ -35,6 +36,7 @@ DTYPES = {
 
 Progress = Callable[[int, int, str], None]
 Ranges = list[tuple[int, int]]
+T = TypeVar("T")
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Loaded:
 
 def load(
     index: Index,
-    slots: Sequence[SlotLike],
+    slots: Sequence[Slot],
     *,
     facts: Facts,
     scheme: Scheme | None = None,
@@ -79,7 +81,13 @@ def load(
             else:
                 format, pieces = assigned.formats[slot.name], assigned.pieces[slot.name]
                 lead = (len(pieces),) if slot.kind == "experts" else ()
-                weight = allocate(format, (*lead, _length(cut.rows), _length(cut.columns)), device)
+                try:
+                    weight = allocate(format, (*lead, _length(cut.rows), _length(cut.columns)), device)
+                except (RuntimeError, MemoryError) as fault:
+                    raise UserError(
+                        f"{device} has no room for layer {slot.name}: {done / 2**30:.1f} of {total / 2**30:.1f} GiB of "
+                        f"weights are loaded; free memory, or use a larger device"
+                    ) from fault
                 share = _share(slot, cut, assigned) // len(pieces)
                 for e, piece in enumerate(pieces):
                     _load_piece(reader, piece, weight.expert(e) if lead else weight, cut, expert=bool(lead))
@@ -185,24 +193,24 @@ class Cut:
     columns: Ranges
 
 
-def _local(slot: SlotLike, assigned: Assignment, rank: int, ranks: int) -> Cut:
+def _local(slot: Slot, assigned: Assignment, rank: int, ranks: int) -> Cut:
     if slot.kind == "tensor":
         cut = _cut(slot, slot.placement, (slot.shape[0], 1), rank, ranks)
     else:
         inner = slot.placement.inner if isinstance(slot.placement, Experts) else slot.placement
         cut = _cut(slot, inner, slot.shape[-2:], rank, ranks)
-        format = assigned.formats[slot.name].name
-        unit = {"nvfp4": NVFP4_GROUP, "fp8_block": FP8_BLOCK}.get(format, 1)
+        format = assigned.formats[slot.name]
+        unit = format.column_unit
         for start, stop in cut.columns:
             if start % unit or (stop % unit and stop != slot.shape[-1]):
                 raise UserError(
                     f"layer {slot.name}: columns {start}:{stop} on rank {rank} of {ranks} cut through a block of "
-                    f"{unit} that shares one {format} scale; use another number of ranks"
+                    f"{unit} that shares one {format.name} scale; use another number of ranks"
                 )
     return cut
 
 
-def _cut(slot: SlotLike, placement: Placement, shape: Sequence[int], rank: int, ranks: int) -> Cut:
+def _cut(slot: Slot, placement: Placement, shape: Sequence[int], rank: int, ranks: int) -> Cut:
     whole = [[(0, shape[0])], [(0, shape[1])]]
     if isinstance(placement, Shard):
         try:
@@ -216,7 +224,7 @@ def _length(intervals: Ranges) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def _share(slot: SlotLike, cut: Cut, assigned: Assignment) -> int:
+def _share(slot: Slot, cut: Cut, assigned: Assignment) -> int:
     """Bytes of the files behind this rank's rows of a slot: what progress counts."""
     pieces = assigned.pieces.get(slot.name) or [Piece(assigned.plain[slot.name])]
     stored = pieces[0].stored
@@ -225,7 +233,7 @@ def _share(slot: SlotLike, cut: Cut, assigned: Assignment) -> int:
     return size * _length(cut.rows) // rows * len(pieces)
 
 
-def _share_tied(source: Weight | Tensor, slot: SlotLike, rank: int, ranks: int) -> Weight:
+def _share_tied(source: Weight | Tensor, slot: Slot, rank: int, ranks: int) -> Weight:
     """An output head that is the embedding: the same memory, this rank's part of it."""
     assert isinstance(source, Weight) and source.shape == slot.shape, "the embedding is held whole by every rank"
     cut = _cut(slot, slot.placement, slot.shape, rank, ranks)
@@ -241,7 +249,7 @@ def _load_plain(reader: Reader, stored: Stored, rows: Ranges) -> Tensor:
     data = _at(stored.components["data"])
     out = torch.empty((_length(rows), *stored.shape[1:]), dtype=torch.float32, device=reader.device)
     width = math.prod(stored.shape[1:])
-    check = _fp8_check(reader, data) if stored.format.quantized else None
+    check = _checked(fp8.check_data, reader, data) if stored.format.quantized else None
     _copy(reader, data, width, out.view(-1, width), 0, Cut(rows, [(0, width)]), check)
     if stored.format.quantized:
         *lead, n, k = stored.shape
@@ -264,7 +272,7 @@ def _load_piece(reader: Reader, piece: Piece, out: Weight, cut: Cut, *, expert: 
     if not stored.format.quantized:
         _copy(reader, data, columns, parts["data"], base, cut)
         return
-    _copy(reader, data, columns, parts["data"], base, cut, _fp8_check(reader, data))
+    _copy(reader, data, columns, parts["data"], base, cut, _checked(fp8.check_data, reader, data))
     scale = _at(stored.components["scale"])
     if stored.format.name == "fp8_tensor":
         parts["scale"].fill_(reader.value(scale, piece.lead if math.prod(scale.shape) > 1 else 0))
@@ -279,14 +287,7 @@ def _load_nvfp4(reader: Reader, piece: Piece, out: Weight, cut: Cut, base: int, 
     stored, columns = piece.stored, piece.stored.shape[-1]
     packed, block = _at(stored.components["packed"]), _at(stored.components["block_scale"])
     global_ = stored.components["global_scale"]
-
-    def check(chunk: Tensor) -> bool:
-        try:
-            return nvfp4.check_block_scale(block.name, chunk)
-        except UserError:
-            nvfp4.check_block_scale(block.name, reader.whole(block))  # the same fault, with its index in the file
-            raise
-
+    check = _checked(nvfp4.check_block_scale, reader, block)
     halves = [(start // 2, stop // 2) for start, stop in cut.columns]
     groups = [(start // NVFP4_GROUP, stop // NVFP4_GROUP) for start, stop in cut.columns]
     _copy(reader, packed, columns // 2, out.parts["packed"], base, Cut(cut.rows, halves))
@@ -346,15 +347,17 @@ def _expand_blocks(reader: Reader, scale: Located, out: Tensor, piece: Piece, cu
                 at, block = at + n, block + 1
 
 
-def _fp8_check(reader: Reader, data: Located) -> Callable[[Tensor], None]:
-    def check(chunk: Tensor) -> None:
+def _checked(check: Callable[[str, Tensor], T], reader: Reader, source: Located) -> Callable[[Tensor], T]:
+    """`check` for parts of a tensor; a fault is looked for again in the whole, so that its index is the file's."""
+
+    def run(part: Tensor) -> T:
         try:
-            fp8.check_data(data.name, chunk)
+            return check(source.name, part)
         except UserError:
-            fp8.check_data(data.name, reader.whole(data))  # the same fault, with its index in the file
+            check(source.name, reader.whole(source))
             raise
 
-    return check
+    return run
 
 
 def _check_fp8_scale(reader: Reader, stored: Stored, out: Weight) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from fp4ward.errors import UserError
-from fp4ward.parallel.placement import Placement
+from fp4ward.errors import UserError, one_line, shown
 
 # config.json "architectures" -> module with the facts; fp4ward.models has the forward under the same module name.
 ARCHITECTURES = {
@@ -18,25 +17,6 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen3_5",
     "Qwen3_5ForCausalLM": "qwen3_5",
 }
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in the model that tensors of a checkpoint fill.
-
-    name: canonical. kind: "linear" (module with a weight [N, K] in any format), "experts" (a stack [E, N, K]),
-    "tensor" (a plain float tensor: norms, convolution, A_log).
-    stacked: for experts, the module that may hold all experts in one tensor, and the first of its rows that belongs
-    here (gate_up_proj holds gate rows, then up rows). Per expert, the module is `experts.{e}.{last part of name}`.
-    optional: may be absent (a tied lm_head).
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    placement: Placement
-    stacked: tuple[str, int] | None = None
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +47,7 @@ def model_class(config: Mapping[str, Any]) -> str:
         if name in ARCHITECTURES:
             return name
     raise UserError(
-        f"config.json: architecture {', '.join(found) or '(none)'} is not supported; "
+        f"config.json: architecture {one_line(', '.join(found) or '(none)')} is not supported; "
         f"supported are {', '.join(sorted(ARCHITECTURES))}"
     )
 
@@ -86,5 +66,5 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     """One id, a list of ids or null, as both JSON files spell the end tokens."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise UserError(f"{where} is {value!r}, token ids are expected")
+        raise UserError(f"{where} is {shown(value)}, token ids are expected")
     return tuple(ids)

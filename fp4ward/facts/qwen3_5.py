@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4ward.errors import UserError
-from fp4ward.facts import PagedKv, Recurrent, Slot, StateSpec, model_class, token_ids
-from fp4ward.parallel.placement import Experts, Replicate, Shard
+from fp4ward.errors import UserError, shown
+from fp4ward.facts import PagedKv, Recurrent, StateSpec, model_class, token_ids
+from fp4ward.parallel.placement import Experts, Replicate, Shard, Slot
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 # Parts of the checkpoint that the text model leaves out on purpose, with the reason that is shown.
@@ -24,7 +24,20 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),
     "mlp_only_layers": ([],),
     "mamba_ssm_dtype": ("float32", None),
+    "output_gate_type": ("swish", "silu", None),
+    # Of relatives, should a converter write them here:
+    "norm_topk_prob": (True, None),
+    "decoder_sparse_step": (1, None),
+    "use_sliding_window": (False, None),
+    "routed_scaling_factor": (1, None),
+    "mlp_bias": (False, None),
 }
+
+SIZES = (
+    "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -80,27 +93,23 @@ def parse(config: Mapping[str, Any]) -> Config:
         if value is None:
             raise UserError(f"config.json: '{key}' is missing from the text config")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise UserError(f"config.json: '{key}' is {value!r}, a whole number from 1 to 2^31-1 is expected")
+            raise UserError(f"config.json: '{key}' is {shown(value)}, a whole number from 1 to 2^31-1 is expected")
         return value
 
     def positive(key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise UserError(f"config.json: '{key}' is {value!r}, a positive number is expected")
+            raise UserError(f"config.json: '{key}' is {shown(value)}, a positive number is expected")
         return float(value)
 
     for key, allowed in REQUIRED_VALUES.items():
         if key in text and text[key] not in allowed:
             raise UserError(
-                f"config.json: {key}={text[key]!r} is not supported for this architecture, only {allowed[0]!r}"
+                f"config.json: {key}={shown(text[key])} is not supported for this architecture, only {allowed[0]!r}"
             )
     layers = need("num_hidden_layers")
     if layers > 4096:
         raise UserError(f"config.json: num_hidden_layers={layers} is beyond any known model (4096)")
-    rope = text.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise UserError("config.json: 'rope_parameters' is no object")
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(f"config.json: rope_type={rope['rope_type']!r} is not supported, only 'default'")
+    rope = _rope(text)
     head_dim = need("head_dim")
     key = "partial_rotary_factor"
     factor = positive(key, rope.get(key, text.get(key, 0.25)))
@@ -108,30 +117,22 @@ def parse(config: Mapping[str, Any]) -> Config:
     rotary = int(head_dim * factor)
     if not 0 < rotary <= head_dim or rotary % 2:
         raise UserError(f"config.json: partial_rotary_factor={factor} of head_dim={head_dim} gives {rotary} dimensions")
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    if tied is not None and not isinstance(tied, bool):
+        raise UserError(f"config.json: 'tie_word_embeddings' is {shown(tied)}, true or false is expected")
+    sizes: dict[str, Any] = {key: need(key) for key in SIZES}
+    sizes |= {key: need(key) if moe else 0 for key in MOE_SIZES}
     cfg = Config(
-        vocab_size=need("vocab_size"),
-        hidden_size=need("hidden_size"),
+        **sizes,
         layer_types=_layer_types(text, layers),
-        num_attention_heads=need("num_attention_heads"),
-        num_key_value_heads=need("num_key_value_heads"),
-        head_dim=head_dim,
-        linear_num_key_heads=need("linear_num_key_heads"),
-        linear_num_value_heads=need("linear_num_value_heads"),
-        linear_key_head_dim=need("linear_key_head_dim"),
-        linear_value_head_dim=need("linear_value_head_dim"),
         linear_conv_kernel_dim=need("linear_conv_kernel_dim", 4),
-        num_experts=need("num_experts") if moe else 0,
-        num_experts_per_tok=need("num_experts_per_tok") if moe else 0,
-        moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
-        shared_expert_intermediate_size=need("shared_expert_intermediate_size") if moe else 0,
         intermediate_size=0 if moe else need("intermediate_size"),
         rms_norm_eps=positive("rms_norm_eps", text.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rotary_dim=rotary,
         max_position_embeddings=need("max_position_embeddings", 32768),
         tie_word_embeddings=bool(tied),
-        dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"),
+        dtype=str(next(filter(None, (c.get(k) for c in (text, config) for k in ("dtype", "torch_dtype"))), "bfloat16")),
         eos_token_ids=token_ids(text.get("eos_token_id", config.get("eos_token_id")), "config.json: 'eos_token_id'"),
     )
     for heads, of in (
@@ -147,18 +148,39 @@ def parse(config: Mapping[str, Any]) -> Config:
     return cfg
 
 
+def _rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Parameters of the rotation, under their newer and their older name; unscaled, and the same in all layers."""
+    out: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        found = text.get(key) or {}
+        if not isinstance(found, Mapping):
+            raise UserError(f"config.json: '{key}' is no object")
+        kind = found.get("rope_type", found.get("type", "default"))
+        if kind not in ("default", "mrope"):
+            raise UserError(f"config.json: rope_type={shown(kind)} in '{key}' is not supported, only 'default'")
+        inner = next((k for k, v in found.items() if isinstance(v, Mapping)), None)
+        if inner is not None:
+            raise UserError(
+                f"config.json: '{key}' holds an object {shown(inner)}; one rotation for all layers is expected"
+            )
+        out |= found
+    return out
+
+
 def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     given = text.get("layer_types")
     if given is None:
         interval = text.get("full_attention_interval", 4)
         if not isinstance(interval, int) or interval < 1:
-            raise UserError(f"config.json: full_attention_interval={interval!r}, a positive number is expected")
+            raise UserError(f"config.json: full_attention_interval={shown(interval)}, a positive number is expected")
         return tuple("full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers))
     if not isinstance(given, list) or len(given) != layers:
         raise UserError(f"config.json: layer_types does not name each of the {layers} layers (num_hidden_layers)")
     for i, kind in enumerate(given):
         if kind not in ("full_attention", "linear_attention"):
-            raise UserError(f"config.json: layer_types[{i}] is {kind!r}; full_attention and linear_attention are known")
+            raise UserError(
+                f"config.json: layer_types[{i}] is {shown(kind)}; full_attention and linear_attention are known"
+            )
     return tuple(given)
 
 
@@ -247,14 +269,8 @@ def _linear_attention(cfg: Config, p: str) -> list[Slot]:
 
 def state_spec(cfg: Config) -> list[StateSpec]:
     """One entry a layer: what it keeps of the past."""
-    nk, nv, dk, dv = (
-        cfg.linear_num_key_heads,
-        cfg.linear_num_value_heads,
-        cfg.linear_key_head_dim,
-        cfg.linear_value_head_dim,
-    )
-    assert nv % nk == 0
-    recurrent = Recurrent(conv=(cfg.conv_dim, cfg.linear_conv_kernel_dim - 1), ssm=(nv, dk, dv))
+    ssm = (cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
+    recurrent = Recurrent(conv=(cfg.conv_dim, cfg.linear_conv_kernel_dim - 1), ssm=ssm)
     paged = PagedKv(cfg.num_key_value_heads, cfg.head_dim)
     return [recurrent if kind == "linear_attention" else paged for kind in cfg.layer_types]
 

@@ -19,6 +19,7 @@ cannot run (MXFP8, integer weights, unknown leaves) is refused by name: nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,11 @@ class Format:
     @property
     def quantized(self) -> bool:
         return self.bits < 16
+
+    @property
+    def column_unit(self) -> int:
+        """Columns that a cut along K must keep together: those that share a scale."""
+        return self.block[1] if self.block else 1
 
     @property
     def label(self) -> str:
@@ -85,10 +91,7 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        n = DTYPE_BYTES[self.dtype]
-        for d in self.shape:
-            n *= d
-        return n
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -115,18 +118,9 @@ class Stored:
 
 
 # Leaves that describe the activation or the cache rather than the weight.
-EXTRA_LEAVES = {
-    "input_scale": "input_scale",
-    "input_global_scale": "input_scale",
-    "bias": "bias",
-    "pre_quant_scale": "pre_quant_scale",
-    "svdquant_lora_a": "svdquant_lora_a",
-    "svdquant_lora_b": "svdquant_lora_b",
-    "k_scale": "k_scale",
-    "v_scale": "v_scale",
-    "q_scale": "q_scale",
-    "output_scale": "output_scale",
-}
+_OWN = ("input_scale", "bias", "pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
+EXTRA_LEAVES = {leaf: leaf for leaf in (*_OWN, "k_scale", "v_scale", "q_scale", "output_scale")}
+EXTRA_LEAVES["input_global_scale"] = "input_scale"  # compressed-tensors' reciprocal
 SCALE_LEAVES = ("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale")
 KV_LEAVES = ("k_scale", "v_scale")
 
@@ -148,9 +142,7 @@ def recognise(module: str, leaves: Mapping[str, Header]) -> Stored | None:
                 f"tensor {h.name}: '{leaf}' is no part of a format that fp4ward knows "
                 f"(NVFP4, FP8, BF16, F16, F32), so the layer {module} cannot be read"
             )
-    packed = leaves.get("weight_packed")
-    weight = leaves.get("weight")
-    scale = leaves.get("weight_scale")
+    packed, weight, scale = (leaves.get(leaf) for leaf in ("weight_packed", "weight", "weight_scale"))
     if packed is not None and weight is not None:
         raise UserError(f"layer {module}: both {packed.name} and {weight.name} are stored; one weight is expected")
     if packed is None and weight is None:
@@ -159,10 +151,10 @@ def recognise(module: str, leaves: Mapping[str, Header]) -> Stored | None:
             raise UserError(f"tensor {orphan.name}: a scale without its weight; the checkpoint is incomplete")
         return None
     if packed is not None:
-        return _nvfp4(module, packed, scale, leaves.get("weight_global_scale"), True, leaves, extras)
+        return _nvfp4(module, leaves, ("weight_packed", "weight_scale", "weight_global_scale"), extras)
     assert weight is not None
     if weight.dtype == "U8" and "weight_scale_2" in leaves:
-        return _nvfp4(module, weight, scale, leaves["weight_scale_2"], False, leaves, extras)
+        return _nvfp4(module, leaves, ("weight", "weight_scale", "weight_scale_2"), extras)
     if weight.dtype == "F8_E4M3":
         return _fp8(module, weight, leaves, extras)
     if weight.dtype in DENSE:
@@ -180,46 +172,35 @@ def recognise(module: str, leaves: Mapping[str, Header]) -> Stored | None:
 
 
 def _nvfp4(
-    module: str,
-    packed: Header,
-    scale: Header | None,
-    global_: Header | None,
-    reciprocal: bool,
-    leaves: Mapping[str, Header],
-    extras: Mapping[str, Component],
+    module: str, leaves: Mapping[str, Header], names: tuple[str, str, str], extras: Mapping[str, Component]
 ) -> Stored:
-    used = {"weight_packed" if reciprocal else "weight", "weight_scale"}
-    used.add("weight_global_scale" if reciprocal else "weight_scale_2")
-    _no_other_scale(leaves, used)
+    """names: the leaves of packed codes, block scales and global scale (weight_global_scale holds its reciprocal)."""
+    _no_other_scale(leaves, set(names))
+    packed = leaves[names[0]]
     if packed.dtype != "U8" or len(packed.shape) < 2:
         raise UserError(f"tensor {packed.name}: {packed.dtype} {list(packed.shape)}; NVFP4 packs U8 [N, K/2]")
     *lead, n, half = packed.shape
     k = 2 * half
     if k == 0 or k % NVFP4_GROUP:
         raise UserError(f"tensor {packed.name}: K={k} is not a multiple of {NVFP4_GROUP}, which NVFP4 requires")
-    if scale is None or global_ is None:
-        lacking = "weight_scale" if scale is None else "weight_global_scale"
-        raise UserError(f"layer {module}: {packed.name} is packed FP4 but {module}.{lacking} is missing")
+    for leaf in names:
+        if leaf not in leaves:
+            raise UserError(f"layer {module}: {packed.name} is packed FP4 but {module}.{leaf} is missing")
+    scale, global_ = leaves[names[1]], leaves[names[2]]
     want = (*lead, n, k // NVFP4_GROUP)
     if scale.dtype != "F8_E4M3" or scale.shape != want:
         raise UserError(
             f"tensor {scale.name}: {scale.dtype} {list(scale.shape)}; NVFP4 wants F8_E4M3 {list(want)} "
             f"(one scale for every {NVFP4_GROUP} columns of {packed.name})"
         )
-    count = 1
-    for d in global_.shape:
-        count *= d
-    rows = 1
-    for d in lead:
-        rows *= d
-    if global_.dtype != "F32" or count not in (1, rows):
+    if global_.dtype != "F32" or math.prod(global_.shape) not in (1, math.prod(lead)):
         raise UserError(
             f"tensor {global_.name}: {global_.dtype} {list(global_.shape)}; one F32 global scale is expected"
         )
     parts = {
         "packed": Component(packed),
         "block_scale": Component(scale),
-        "global_scale": Component(global_, reciprocal),
+        "global_scale": Component(global_, reciprocal=names[2] == "weight_global_scale"),
     }
     return Stored(module, NVFP4, (*lead, n, k), parts, extras)
 
@@ -233,24 +214,33 @@ def _fp8(module: str, weight: Header, leaves: Mapping[str, Header], extras: Mapp
     scale = found[0]
     if len(weight.shape) < 2:
         raise UserError(f"tensor {weight.name}: FP8 {list(weight.shape)}; [N, K] is expected")
-    *lead, n, k = weight.shape
+    n, k = weight.shape[-2:]
     if scale.dtype not in DENSE:
         raise UserError(f"tensor {scale.name}: {scale.dtype}; FP8 scales are F32, F16 or BF16 (MXFP8 is not supported)")
-    blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
-    rest = scale.shape[len(lead) :] if scale.shape[: len(lead)] == tuple(lead) else None
-    fmt = None
-    if scale.shape in ((), (1,)) or rest in ((), (1,)):
-        fmt = FP8_TENSOR
-    elif rest in ((n,), (n, 1)):
-        fmt = FP8_CHANNEL
-    elif rest in (blocks, (blocks[0], 1, blocks[1], 1)):
-        fmt = FP8_BLOCK_SCALED
+    fmt = fp8_format(scale.shape, weight.shape)
     if fmt is None:
+        blocks = [-(-n // FP8_BLOCK), -(-k // FP8_BLOCK)]
         raise UserError(
             f"tensor {scale.name}: {list(scale.shape)} fits no FP8 scaling of {weight.name} {list(weight.shape)}: "
-            f"[] (tensor), [{n}, 1] (channel) or {list(blocks)} (128x128 blocks)"
+            f"[] (tensor), [{n}, 1] (channel) or {blocks} (128x128 blocks)"
         )
     return Stored(module, fmt, weight.shape, {"data": Component(weight), "scale": Component(scale)}, extras)
+
+
+def fp8_format(scale: tuple[int, ...], weight: tuple[int, ...]) -> Format | None:
+    """How a scale of this stored shape scales an FP8 weight (*lead, N, K); None if it cannot.
+
+    () or (1,) is one scale; *lead followed by () or (1,) one a tensor, by (N,) or (N, 1) one a row (channel), by
+    (N/128, K/128) or ModelOpt's (N/128, 1, K/128, 1) one a block, of which the last may be short.
+    """
+    *lead, n, k = weight
+    blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+    rest = scale[len(lead) :] if scale[: len(lead)] == tuple(lead) else None
+    if scale in ((), (1,)) or rest in ((), (1,)):
+        return FP8_TENSOR
+    if rest in ((n,), (n, 1)):
+        return FP8_CHANNEL
+    return FP8_BLOCK_SCALED if rest in (blocks, (blocks[0], 1, blocks[1], 1)) else None
 
 
 def _no_other_scale(leaves: Mapping[str, Header], used: set[str]) -> None:

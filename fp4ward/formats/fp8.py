@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp4ward.errors import UserError
-from fp4ward.formats.formats import FP8_BLOCK
+from fp4ward.formats.formats import FP8_BLOCK, FP8_BLOCK_SCALED, FP8_CHANNEL, FP8_TENSOR, fp8_format
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -39,22 +39,18 @@ def widen(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def expand_scale(scale: Tensor, n: int, k: int, lead: tuple[int, ...] = ()) -> Tensor:
-    """f32 [*lead, N, S] from a scale as stored for a weight [*lead, N, K].
+    """f32 [*lead, N, S] from a scale as stored for a weight [*lead, N, K], in any shape that `fp8_format` knows.
 
-    Stored shapes: [] or [1] (one scale), or *lead followed by [] or [1] (tensor), [N] or [N,1] (channel),
-    [N/128,K/128] or ModelOpt's [N/128,1,K/128,1] (blocks; the last may be short). UserError for anything else.
+    UserError for any other.
     """
-    scale = scale.float()
-    blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
-    rest = tuple(scale.shape[len(lead) :]) if tuple(scale.shape[: len(lead)]) == lead else None
-    if tuple(scale.shape) in ((), (1,)):
-        return scale.reshape(()).expand(*lead, n, 1).contiguous()
-    if rest in ((), (1,)):
-        return scale.reshape(*lead, 1, 1).expand(*lead, n, 1).contiguous()
-    if rest in ((n,), (n, 1)):
+    scale, format = scale.float(), fp8_format(tuple(scale.shape), (*lead, n, k))
+    if format is FP8_TENSOR:
+        one = scale.reshape(*lead, 1, 1) if scale.numel() > 1 else scale.reshape(())
+        return one.expand(*lead, n, 1).contiguous()
+    if format is FP8_CHANNEL:
         return scale.reshape(*lead, n, 1).contiguous()
-    if rest in (blocks, (blocks[0], 1, blocks[1], 1)):
-        by_block = scale.reshape(*lead, *blocks)
+    if format is FP8_BLOCK_SCALED:
+        by_block = scale.reshape(*lead, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
         return by_block.repeat_interleave(FP8_BLOCK, -2)[..., :n, :].contiguous()
     raise UserError(f"an FP8 scale {list(scale.shape)} does not fit a weight {[*lead, n, k]}")
 

@@ -9,6 +9,7 @@ A code is a sign (bit 3) and one of 0 .5 1 1.5 2 3 4 6. code*block has at most 6
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fp4ward.errors import UserError
 from fp4ward.formats.formats import NVFP4_GROUP
-from fp4ward.formats.fp8 import E4M3_MAX, E4M3_MIN, first_index, to_e4m3
+from fp4ward.formats.fp8 import E4M3_MAX, E4M3_MIN, first_index, to_e4m3, widen
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX = 6.0
@@ -29,17 +30,22 @@ def decode_codes(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     One look-up gives both values of a byte: 3 ms for 2048x2048 on one core against 27 for two look-ups.
     """
-    byte = torch.arange(256, device=packed.device)
-    values = torch.tensor(E2M1, dtype=dtype, device=packed.device)
-    pairs = torch.stack([values[byte & 15], values[byte >> 4]], -1).view(_PAIR[dtype.itemsize]).squeeze(-1)
-    out = pairs.index_select(0, packed.flatten().int()).view(dtype)
+    out = _pairs(dtype, packed.device).index_select(0, packed.flatten().int()).view(dtype)
     return out.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+@functools.cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Both values of each byte as one element. Kept: on a GPU every new table is a copy that the host waits for."""
+    byte = torch.arange(256)
+    values = torch.tensor(E2M1, dtype=dtype)
+    return torch.stack([values[byte & 15], values[byte >> 4]], -1).view(_PAIR[dtype.itemsize]).squeeze(-1).to(device)
 
 
 def mantissa(packed: Tensor, block_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """code * block scale [..., K]: exact in bf16, f16, f32 and f64."""
     out = decode_codes(packed, dtype)
-    out.view(*block_scale.shape, NVFP4_GROUP).mul_(block_scale.to(dtype)[..., None])
+    out.view(*block_scale.shape, NVFP4_GROUP).mul_(widen(block_scale, dtype)[..., None])
     return out
 
 

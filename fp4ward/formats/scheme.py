@@ -17,7 +17,6 @@ Exclusion wins over an entry, the nearest entry over its parents, and any entry 
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -152,23 +151,6 @@ class Scheme:
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
-def parse_json(text: str | bytes, where: str) -> Any:
-    """JSON as model repositories hold it: bare Infinity and NaN, and {"__float__": "Infinity"}, are numbers.
-    UserError with `where` for anything malformed, too deep or too large, or a key given twice with different values."""
-
-    def pairs(items: list[tuple[str, Any]]) -> Any:
-        out: dict[str, Any] = {}
-        for key, value in items:
-            if out.setdefault(key, value) != value:
-                raise UserError(f"{where}: {key!r} is given twice with different values; remove one")
-        return float(out["__float__"]) if list(out) == ["__float__"] and isinstance(out["__float__"], str) else out
-
-    try:
-        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text, object_pairs_hook=pairs)
-    except (ValueError, RecursionError) as e:  # also bad UTF-8, numbers of thousands of digits, thousands of brackets
-        raise UserError(f"{where}: not readable as JSON ({str(e)[:80]}); download the file again") from None
-
-
 def _get(obj: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     """obj[key] of the kind that is expected; None when absent or null."""
     value = obj.get(key)

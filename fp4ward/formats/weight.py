@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp4ward.errors import UserError
 from fp4ward.formats import fp8, nvfp4
-from fp4ward.formats.formats import FP8_BLOCK, FP8_CHANNEL, NVFP4_GROUP, Format
+from fp4ward.formats.formats import F32, FP8_BLOCK, FP8_CHANNEL, NVFP4_GROUP, Format
 
 _DENSE = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -103,6 +103,10 @@ class Weight:
             return fp8.decode_rows(self.parts["data"], self.parts["scale"], dtype)
         return self.parts["data"].to(dtype)
 
+    def unpacked(self) -> Weight:
+        """The same weight as plain f32, dequantized once: seven times NVFP4's memory, and no decoding any more."""
+        return Weight(F32.with_activation(self.format.activation), {"data": self.dense(torch.float32)})
+
     def rows(self, start: int, stop: int) -> Weight:
         """Rows start:stop along N, as views. UserError when they are out of range."""
         *lead, n, k = self.shape
@@ -116,7 +120,7 @@ class Weight:
         UserError unless both ends fall on a scale boundary: 16 for nvfp4, 128 (or the end of K) for fp8_block.
         """
         *_, k = self.shape
-        unit = {"nvfp4": NVFP4_GROUP, "fp8_block": FP8_BLOCK}.get(self.format.name, 1)
+        unit = self.format.column_unit
         if not 0 <= start <= stop <= k:
             raise UserError(f"columns {start}:{stop} of a weight {list(self.shape)} do not exist")
         if start % unit or (stop % unit and stop != k):
@@ -149,7 +153,11 @@ class Weight:
         return self._each(lambda part: part.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Weight:
-        return Weight(self.format, {name: change(part) for name, part in self.parts.items()})
+        # Not through __init__: a view of checked parts needs no check, and decoding makes thousands of them a second.
+        new = object.__new__(Weight)
+        object.__setattr__(new, "format", self.format)
+        object.__setattr__(new, "parts", {name: change(part) for name, part in self.parts.items()})
+        return new
 
 
 def concat(weights: Sequence[Weight]) -> Weight:
@@ -158,7 +166,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
     UserError when storage formats, activations, K or leading dimensions differ. fp8_tensor with fp8_channel gives
     fp8_channel (in memory they are the same).
     """
-    format = _common(weights, "concatenated")
+    format = _common(weights)
     shapes = {(*w.shape[:-2], w.shape[-1]) for w in weights}
     if len(shapes) > 1:
         raise UserError(f"weights {[list(w.shape) for w in weights]} cannot be concatenated along N")
@@ -167,29 +175,21 @@ def concat(weights: Sequence[Weight]) -> Weight:
     return Weight(format, parts)
 
 
-def stack(weights: Sequence[Weight]) -> Weight:
-    """Stack equal weights [N,K] into experts [E,N,K]. UserError when shapes, storage formats or activations differ."""
-    format = _common(weights, "stacked")
-    if len({w.shape for w in weights}) > 1:
-        raise UserError(f"weights of unequal shapes {sorted({w.shape for w in weights})} cannot be stacked")
-    return Weight(format, {name: torch.stack([w.parts[name] for w in weights]) for name in format.components})
-
-
 def allocate(format: Format, shape: Sequence[int], device: torch.device | str = "cpu") -> Weight:
     """Uninitialized parts for a weight of logical `shape` (this rank's share), to be filled while loading."""
     wanted = part_shapes(format, shape)
     return Weight(format, {name: torch.empty(s, dtype=d, device=device) for name, (d, s) in wanted.items()})
 
 
-def _common(weights: Sequence[Weight], how: str) -> Format:
+def _common(weights: Sequence[Weight]) -> Format:
     """The one format of all weights; the activation must agree too, for it holds for the joined layer's one input."""
     if not weights:
-        raise ValueError(f"no weights to be {how}")
+        raise ValueError("no weights to be concatenated")
     names = {w.format.name for w in weights}
     if names == {"fp8_tensor", "fp8_channel"}:
         names = {FP8_CHANNEL.name}
     labels = sorted({w.format.label for w in weights})
     if len(names) > 1 or len({w.format.activation for w in weights}) > 1:
-        raise UserError(f"weights of different formats cannot be {how}: {', '.join(labels)}; keep them apart")
+        raise UserError(f"weights of different formats cannot be concatenated: {', '.join(labels)}; keep them apart")
     first = weights[0].format
     return first if first.name in names else FP8_CHANNEL.with_activation(first.activation)

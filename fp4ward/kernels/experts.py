@@ -26,14 +26,19 @@ def reference(x_TH: Tensor, gate: Weight, up: Weight, down: Weight, weights_Tk: 
     gate and up are [E, I, H], down [E, H, I]. The sum runs in ascending expert id in f32, so a token's result does not
     depend on its neighbours. An id outside 0..E-1 (an expert of another rank, or none) contributes nothing.
     """
+    experts, k = gate.shape[0], ids_Tk.shape[1]
     y = torch.zeros_like(x_TH, dtype=linear.wide(x_TH.dtype))
-    experts = gate.shape[0]
-    for e in torch.unique(ids_Tk).tolist():
-        if not 0 <= e < experts:
-            continue
-        token, rank = torch.where(ids_Tk == e)
-        x = x_TH[token]
-        h = functional.silu(linear.reference(x, gate.expert(e))) * linear.reference(x, up.expert(e))
-        out = linear.reference(h, down.expert(e))
-        y.index_add_(0, token, out.to(y.dtype) * weights_Tk[token, rank, None].to(y.dtype))
+    ids = ids_Tk.flatten()
+    ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    order = ids.argsort(stable=True)  # pairs of token and expert, by expert
+    start = 0
+    for e, count in enumerate(torch.bincount(ids, minlength=experts + 1).tolist()[:experts]):
+        if count:
+            pair = order[start : start + count]
+            token = pair // k
+            x = x_TH[token]
+            h = functional.silu(linear.reference(x, gate.expert(e))) * linear.reference(x, up.expert(e))
+            out = linear.reference(h, down.expert(e)).to(y.dtype)
+            y.index_add_(0, token, out * weights_Tk.flatten()[pair, None].to(y.dtype))
+            start += count
     return y.to(x_TH.dtype)

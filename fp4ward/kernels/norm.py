@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -12,12 +11,10 @@ from fp4ward.kernels.linear import wide
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight. Where a checkpoint stores zero-centred weights, 1 was added at load."""
     h = x.to(wide(x.dtype))
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return (h * weight.to(h.dtype)).to(x.dtype)
+    return functional.rms_norm(h, weight.shape, weight.to(h.dtype), eps).to(x.dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm(x) * silu(gate): the norm comes before the gate (Qwen3.5's linear attention)."""
-    h = x.to(wide(x.dtype))
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.to(h.dtype)
+    h = rms_norm(x.to(wide(x.dtype)), weight, eps)
     return (h * functional.silu(gate.to(h.dtype))).to(gate.dtype)

@@ -12,15 +12,15 @@ from fp4ward.parallel.placement import OpTypes, P, R
 
 
 class RoutedExperts:
-    """x [T, H], router logits [T, E] -> [T, H]: a partial sum where experts or their widths are spread over ranks."""
+    """x [T, H], router logits [T, E] -> [T, H]: partial, as experts or their widths are spread over ranks."""
 
-    def __init__(self, name: str, gate: Weight, up: Weight, down: Weight, top_k: int, sharded: bool = True) -> None:
-        self.name = name
+    types = OpTypes((R, R), P)
+
+    def __init__(self, gate: Weight, up: Weight, down: Weight, top_k: int) -> None:
         self.gate = gate
         self.up = up
         self.down = down
         self.top_k = top_k
-        self.types = OpTypes((R, R), P if sharded else R)
         self.op: Callable[..., Tensor] = experts.reference
 
     def __call__(self, x_TH: Tensor, logits_TE: Tensor) -> Tensor:

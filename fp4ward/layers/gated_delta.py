@@ -20,11 +20,14 @@ class GatedDelta:
 
     types = OpTypes((S(1), S(1), S(1)), S(1))
 
-    def __init__(self, conv: Tensor, a_log: Tensor, dt_bias: Tensor, key_dim: int, value_dim: int) -> None:
+    def __init__(
+        self, conv: Tensor, a_log: Tensor, dt_bias: Tensor, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> None:
         """conv [C, W], a_log, dt_bias [Nv]; key_dim Dk, value_dim Dv. This rank's channels and heads."""
-        self.conv = conv
-        self.a_log = a_log
-        self.dt_bias = dt_bias
+        acc = wide(dtype)
+        self.conv = conv.to(acc)
+        self.minus_a = -a_log.to(acc).exp()
+        self.dt_bias = dt_bias.to(acc)
         self.dk = key_dim
         self.dv = value_dim
         self.value_heads = a_log.shape[0]
@@ -33,20 +36,17 @@ class GatedDelta:
     def __call__(self, qkv_TC: Tensor, a_TN: Tensor, b_TN: Tensor, step: Step, state: RecurrentState) -> Tensor:
         acc = wide(qkv_TC.dtype)
         beta = b_TN.to(acc).sigmoid()
-        g = -self.a_log.to(acc).exp() * functional.softplus(a_TN.to(acc) + self.dt_bias.to(acc))
-        conv = self.conv.to(acc)
+        g = self.minus_a * functional.softplus(a_TN.to(acc) + self.dt_bias)
         out = torch.empty(qkv_TC.shape[0], self.value_heads, self.dv, dtype=acc, device=qkv_TC.device)
-        single = [s for s in step.sequences if s.stop - s.start == 1]
-        if single:
-            at = torch.tensor([s.start for s in single], device=out.device)
-            slot = torch.tensor([s.slot for s in single], device=out.device)
-            u, state.conv[slot] = gated_delta.causal_conv_step(qkv_TC[at], conv, state.conv[slot])
+        at, slot = step.single_at, step.single_slots
+        if at.numel():
+            u, state.conv[slot] = gated_delta.causal_conv_step(qkv_TC[at], self.conv, state.conv[slot])
             q, k, v = self._heads(u.to(acc))
             out[at], state.ssm[slot] = gated_delta.step(q, k, v, g[at], beta[at], state.ssm[slot])
         for s in step.sequences:
             if s.stop - s.start > 1:
                 rows = slice(s.start, s.stop)
-                u, state.conv[s.slot] = gated_delta.causal_conv(qkv_TC[rows], conv, state.conv[s.slot])
+                u, state.conv[s.slot] = gated_delta.causal_conv(qkv_TC[rows], self.conv, state.conv[s.slot])
                 q, k, v = self._heads(u.to(acc))
                 out[rows], state.ssm[s.slot] = gated_delta.chunked(q, k, v, g[rows], beta[rows], state.ssm[s.slot])
         return out

@@ -30,7 +30,3 @@ class Linear:
                 f"layer {self.name} ({self.weight.format.label}) needs a high-precision input, not {x_TK.dtype}"
             )
         return self.op(x_TK, self.weight)
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]

@@ -23,13 +23,19 @@ class SequenceStep:
 
 @dataclass(frozen=True)
 class Step:
-    """A flat batch of T tokens. cache_at [T]: where the cache keeps each of them. logits_at [L]: rows to score."""
+    """A flat batch of T tokens. cache_at [T]: where the cache keeps each of them. logits_at [L]: rows to score.
+
+    single_at, single_slots: row and recurrent slot of every sequence that has one token in this step (decoding), made
+    once for all layers.
+    """
 
     token_ids: Tensor
     positions: Tensor
     cache_at: Tensor
     logits_at: Tensor
     sequences: tuple[SequenceStep, ...]
+    single_at: Tensor
+    single_slots: Tensor
 
 
 @dataclass

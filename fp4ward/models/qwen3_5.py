@@ -16,6 +16,7 @@ all-reduces a layer are all the communication there is before the head.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -104,6 +105,7 @@ class GatedDeltaNet:
             parts.tensor(f"{prefix}dt_bias"),
             cfg.linear_key_head_dim,
             cfg.linear_value_head_dim,
+            parts.dtype,
         )
 
     def __call__(self, x_TH: Tensor, step: Step, state: RecurrentState) -> Tensor:
@@ -131,21 +133,21 @@ class MoE:
         self.shared_expert_gate = parts.linear(f"{prefix}shared_expert_gate")
         self.shared_expert = Mlp(parts, f"{prefix}shared_expert.")
         gate, up, down = (parts.weight(f"{prefix}experts.{p}_proj") for p in ("gate", "up", "down"))
-        self.experts = RoutedExperts(f"{prefix}experts", gate, up, down, parts.cfg.num_experts_per_tok)
+        self.experts = RoutedExperts(gate, up, down, parts.cfg.num_experts_per_tok)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         routed = self.experts(x_TH, self.gate(x_TH))
         return routed + self.shared_expert_gate(x_TH).sigmoid() * self.shared_expert(x_TH)
 
 
+@dataclass
 class Layer:
     """A mixer and an MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, norm: RMSNorm, mixer: Callable[..., Tensor], post_norm: RMSNorm, mlp: Callable[..., Tensor]):
-        self.norm = norm
-        self.mixer = mixer
-        self.post_norm = post_norm
-        self.mlp = mlp
+    norm: RMSNorm
+    mixer: Callable[..., Tensor]
+    post_norm: RMSNorm
+    mlp: Callable[..., Tensor]
 
 
 class Model:
@@ -161,7 +163,7 @@ class Model:
         self.embed_tokens = Embedding(table, dtype)
         self.layers = [self._layer(parts, i, kind) for i, kind in enumerate(cfg.layer_types)]
         self.norm = parts.norm("norm")
-        self.lm_head = parts.linear("lm_head" if "lm_head" in tensors else "embed_tokens")  # absent when tied
+        self.lm_head = parts.linear("lm_head")  # the embedding's memory where they are tied
 
     def _layer(self, parts: Parts, i: int, kind: str) -> Layer:
         p = f"layers.{i}."

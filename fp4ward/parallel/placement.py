@@ -5,7 +5,7 @@ a cut where the storage allows one (16 along K for NVFP4, a head, an expert); a 
 units gives the first ranks one unit more (1856 rows in units of 64 over 8 ranks: five ranks of 256, three of 192).
 
 Activations carry one of three types on the tensor axis: replicated (R), sharded along a dimension (S), or partial (P),
-a pending sum. Each layer states its input and output types; adding R to P is an error that parallel/typed.py finds.
+a pending sum. Each layer op states its input and output types. P times R is P, and P plus P; adding R to P is an error.
 """
 
 from __future__ import annotations
@@ -43,6 +43,25 @@ class Experts:
 
 
 Placement = Replicate | Shard | Experts
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the model that tensors of a checkpoint fill, and how ranks share it.
+
+    name: canonical. kind: "linear" (module with a weight [N, K] in any format), "experts" (a stack [E, N, K]),
+    "tensor" (a plain float tensor: norms, convolution, A_log).
+    stacked: for experts, the module that may hold all experts in one tensor, and the first of its rows that belongs
+    here (gate_up_proj holds gate rows, then up rows). Per expert, the module is `experts.{e}.{last part of name}`.
+    optional: may be absent (a tied lm_head).
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    placement: Placement
+    stacked: tuple[str, int] | None = None
+    optional: bool = False
 
 
 def cut(size: int, unit: int, rank: int, ranks: int, on_short: str = "error") -> tuple[int, int]:

@@ -12,7 +12,7 @@ from fp4ward.errors import UserError
 from fp4ward.facts import StateSpec
 from fp4ward.kernels.linear import wide
 from fp4ward.runtime.pool import Pool
-from fp4ward.runtime.request import Logprob, Request, SamplingParams, generator
+from fp4ward.runtime.request import Request, SamplingParams, generator
 from fp4ward.runtime.runner import Forward, Runner
 from fp4ward.runtime.sampler import prompt_logprobs, sample
 from fp4ward.runtime.scheduler import Limits, Scheduler, Work
@@ -58,7 +58,6 @@ class Engine:
         self.runner = Runner(model, state)
         self.scheduler = Scheduler(self.limits, Pool(pages), Pool(slots))
         self._count = 0
-        self._prompt_logprobs: dict[Request, list[dict[int, Logprob] | None]] = {}
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
         """Queue one sequence. UserError for an empty prompt, an unknown token id, or a prompt that cannot fit."""
@@ -77,19 +76,11 @@ class Engine:
         )
         self.scheduler.add(request)
         self._count += 1
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs[request] = [None]
         return request
 
-    def prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        """What was asked for of the prompt, complete once the first token is out."""
-        return self._prompt_logprobs.get(request)
-
-    def discard(self, request: Request) -> None:
-        """Forget a request, running or finished; its pages and slot are free at once."""
-        if request.pages or request.slot is not None or request in self.scheduler.waiting:
-            self.scheduler.finish(request)
-        self._prompt_logprobs.pop(request, None)
+    def abort(self, request: Request) -> None:
+        """Forget a request, waiting or running; its pages and slot are free at once."""
+        self.scheduler.finish(request)
 
     @property
     def busy(self) -> bool:
@@ -100,7 +91,15 @@ class Engine:
         work = self.scheduler.schedule()
         if not work:
             return []
-        every = [self._wants_prompt_logits(w) for w in work]
+        try:
+            return self._run(work)
+        except BaseException:  # an interrupt, too: states are half written, and whoever goes on starts anew
+            for request in [w.request for w in reversed(work) if not w.request.finished]:
+                self.scheduler.preempt(request)
+            raise
+
+    def _run(self, work: Sequence[Work]) -> list[Request]:
+        every = [_wants_prompt_logits(w.request) for w in work]
         logits = self.runner.run(work, every)
         ready, rows, row = [], [], 0
         for w, full in zip(work, every, strict=True):
@@ -108,7 +107,7 @@ class Engine:
             request.computed += w.count
             complete = request.computed == request.num_tokens
             if full:
-                self._score_prompt(request, first, logits[row : row + w.count])
+                _score_prompt(request, first, logits[row : row + w.count])
                 row += w.count
             elif complete:
                 row += 1
@@ -122,7 +121,7 @@ class Engine:
                 request.fail(sampled.error)
             else:
                 request.append(sampled.token_id, sampled.logprobs)
-                request.finish_if_done(sampled.token_id, self.limits.max_model_len)
+                request.finish_if_done(self.limits.max_model_len)
             if request.finished:
                 self.scheduler.finish(request)
         return ready
@@ -134,28 +133,30 @@ class Engine:
         request = self.add(token_ids, SamplingParams(max_tokens=1))
         out: list[Tensor] = []
         try:
+            self.scheduler.admit(request, len(token_ids))
             whole = self.limits.max_num_batched_tokens
             for count in chunks or [min(whole, len(token_ids) - a) for a in range(0, len(token_ids), whole)]:
-                if not out:
-                    self.scheduler.admit(request, len(token_ids))
                 out.append(self.runner.run([Work(request, count)], [True]))
                 request.computed += count
         finally:
-            self.discard(request)
+            self.abort(request)
         return torch.cat(out)
 
-    def _wants_prompt_logits(self, w: Work) -> bool:
-        """Whether this chunk holds prompt tokens whose successors still need a log-probability."""
-        got = self._prompt_logprobs.get(w.request)
-        return got is not None and len(got) < len(w.request.prompt_token_ids)
 
-    def _score_prompt(self, request: Request, first: int, logits: Tensor) -> None:
-        """Rows are the logits after tokens first, first + 1, ...: each scores the prompt token that follows it."""
-        got, prompt = self._prompt_logprobs[request], request.prompt_token_ids
-        known = len(got) - 1 - first  # rows already scored, before a preemption
-        targets = prompt[first + 1 : first + 1 + len(logits)]
-        if known < len(targets) and request.params.prompt_logprobs is not None:
-            got += prompt_logprobs(logits[known : len(targets)], targets[known:], request.params.prompt_logprobs)
+def _wants_prompt_logits(request: Request) -> bool:
+    """Whether prompt tokens still need a log-probability."""
+    got = request.prompt_logprobs
+    return got is not None and len(got) < len(request.prompt_token_ids)
+
+
+def _score_prompt(request: Request, first: int, logits: Tensor) -> None:
+    """Rows are the logits after tokens first, first + 1, ...: each scores the prompt token that follows it."""
+    got, k = request.prompt_logprobs, request.params.prompt_logprobs
+    assert got is not None and k is not None
+    known = len(got) - 1 - first  # rows already scored, before a preemption
+    targets = request.prompt_token_ids[first + 1 : first + 1 + len(logits)]
+    if known < len(targets):
+        got += prompt_logprobs(logits[known : len(targets)], targets[known:], k)
 
 
 def _pages(spec: Sequence[StateSpec], config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:

@@ -6,22 +6,29 @@ from collections.abc import Sequence
 
 
 class Pool:
-    """Numbers 0 .. size-1, taken and given back. Lowest first, so that runs are repeatable."""
+    """Numbers 0 .. size-1, taken and given back. Lowest first, so that runs are repeatable.
+
+    Takes memory for what was ever in use only: a long context without attention layers has billions of pages.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free = list(range(size - 1, -1, -1))
+        self._returned: list[int] = []
+        self._fresh = 0  # the first number that was never taken
         self._taken: set[int] = set()
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._returned) + self.size - self._fresh
 
     def take(self, count: int) -> list[int] | None:
         """`count` numbers, or None (and nothing taken) when fewer are free."""
-        if count > len(self._free):
+        if count > self.free:
             return None
-        out = [self._free.pop() for _ in range(count)]
+        out = [self._returned.pop() for _ in range(min(count, len(self._returned)))]
+        new = count - len(out)
+        out += range(self._fresh, self._fresh + new)
+        self._fresh += new
         self._taken.update(out)
         return out
 
@@ -30,4 +37,4 @@ class Pool:
             if n not in self._taken:
                 raise RuntimeError(f"{n} was given back twice or never taken")
             self._taken.discard(n)
-            self._free.append(n)
+            self._returned.append(n)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from fp4ward.errors import UserError
+from fp4ward.errors import UserError, shown
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -30,7 +30,7 @@ _FLOATS: dict[str, tuple[float, float | None, bool]] = {
 }
 # field -> (lowest, highest, may be None)
 _INTS: dict[str, tuple[int, int, bool]] = {
-    "n": (1, 2**31 - 1, False),
+    "n": (1, 2**14, False),
     "top_k": (-1, 2**31 - 1, False),
     "seed": (-_INT64, _INT64 - 1, True),
     "max_tokens": (1, _INT64 - 1, True),
@@ -53,14 +53,14 @@ def _float(name: str, value: object) -> float:
     low, high, excluded = _FLOATS[name]
     rule = f"{'above' if excluded else 'at least'} {low:g}" + (f" and at most {high:g}" if high is not None else "")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UserError(f"{name} is {_shown(value)}, but must be a number {rule}")
+        raise UserError(f"{name} is {shown(value)}, but must be a number {rule}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     below = number <= low if excluded else number < low
     if not math.isfinite(number) or below or (high is not None and number > high):
-        raise UserError(f"{name} is {_shown(value)}, but must be a finite number {rule}")
+        raise UserError(f"{name} is {shown(value)}, but must be a finite number {rule}")
     return number
 
 
@@ -68,10 +68,10 @@ def _int(name: str, value: object) -> int | None:
     low, high, optional = _INTS[name]
     if value is None and optional:
         return None
-    rule = f"a whole number from {low} to {high}" if high < 1000 else f"a whole number, at least {low}"
+    rule = f"a whole number from {low} to {high}" if high < 2**31 - 1 else f"a whole number, at least {low}"
     number = _whole(value)
     if number is None or not low <= number <= high:
-        raise UserError(f"{name} is {_shown(value)}, but must be {rule}{' (or None)' if optional else ''}")
+        raise UserError(f"{name} is {shown(value)}, but must be {rule}{' (or None)' if optional else ''}")
     return number
 
 
@@ -82,7 +82,7 @@ def _whole(value: object) -> int | None:
 
 def _bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise UserError(f"{name} is {_shown(value)}, but must be true or false")
+        raise UserError(f"{name} is {shown(value)}, but must be true or false")
     return value
 
 
@@ -91,7 +91,7 @@ def _stops(value: object) -> tuple[str, ...]:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
-        raise UserError(f"stop is {_shown(value)}, but must be a string or a list of strings")
+        raise UserError(f"stop is {shown(value)}, but must be a string or a list of strings")
     if "" in stops:
         raise UserError("stop holds an empty string, which would end every text at once; leave it out")
     return tuple(stops)
@@ -103,16 +103,8 @@ def _stop_ids(value: object) -> tuple[int, ...]:
     ids = [_whole(i) for i in value] if isinstance(value, (list, tuple)) else [None]
     found = tuple(i for i in ids if i is not None and 0 <= i < _INT64)
     if len(found) < len(ids):
-        raise UserError(f"stop_token_ids is {_shown(value)}, but must be a list of token ids (whole numbers from 0 up)")
+        raise UserError(f"stop_token_ids is {shown(value)}, but must be a list of token ids (whole numbers from 0 up)")
     return found
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print whole numbers of thousands of digits
-        return f"{type(value).__name__} too long to print"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True)
@@ -176,8 +168,8 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
-        """A checkpoint's own defaults, `overrides` (fields of this class) going first.
+    def from_generation_config(cls, config: Mapping[str, Any], **otherwise: Any) -> SamplingParams:
+        """A checkpoint's own defaults; `otherwise` (fields of this class) holds where the file says nothing.
 
         Read as vLLM reads generation_config.json: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens;
         null is absent, and a file without "do_sample" still gives its temperature. One difference: an explicit
@@ -193,10 +185,10 @@ class SamplingParams:
                     raise UserError(f"generation_config.json, key {key}: {error}") from None
         do_sample = config.get("do_sample")
         if do_sample is not None and not isinstance(do_sample, bool):
-            raise UserError(f"generation_config.json, key do_sample: {_shown(do_sample)} is neither true nor false")
+            raise UserError(f"generation_config.json, key do_sample: {shown(do_sample)} is neither true nor false")
         if do_sample is False:
             found["temperature"] = 0.0
-        return cls(**{**found, **overrides})
+        return cls(**{**otherwise, **found})
 
 
 def generator(params: SamplingParams, engine_seed: int, counter: int, index: int = 0) -> random.Random:
@@ -253,8 +245,9 @@ class Request:
     """One sequence: its tokens, what of it is stored, why it ended. The scheduler and the engine change it in place.
 
     computed: tokens whose keys, values and recurrent state are stored. pages, slot: where (runtime/state).
-    eos_token_ids: every end token of the model. generator: the stream that `generator` made. prompt_seen: the
-    sampler's: the distinct prompt tokens as a tensor on its device, made once because a prompt can be long.
+    eos_token_ids: every end token of the model. generator: the stream that `generator` made. prompt_logprobs: where
+    they were asked for, complete once the first token is out. prompt_seen: the sampler's: the distinct prompt tokens as
+    a tensor on its device, made once because a prompt can be long.
     """
 
     request_id: str
@@ -270,15 +263,20 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False, repr=False)
     prompt_seen: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_logprobs = None if self.params.prompt_logprobs is None else [None]
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    @property
-    def all_token_ids(self) -> list[int]:
-        return self.prompt_token_ids + self.output_token_ids
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens start:stop of prompt and output together, at the cost of that many."""
+        n = len(self.prompt_token_ids)
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[max(0, start - n) : max(0, stop - n)]
 
     @property
     def finished(self) -> bool:
@@ -295,25 +293,21 @@ class Request:
         if logprobs is not None:
             self.logprobs.append(logprobs)
 
-    def finish_if_done(self, token: int, max_model_len: int) -> bool:
-        """Ends the request if `token`, the one appended last, ends it: True if so. Rules and their order are vLLM's.
+    def finish_if_done(self, max_model_len: int) -> None:
+        """Ends the request if its newest token ends it. Rules and their order are vLLM's.
 
         Stop strings are not seen here: they are text (serve/text), and end a request through `stop`.
         """
-        assert self.output_token_ids and self.output_token_ids[-1] == token, "append the token first"
-        count = len(self.output_token_ids)
+        token, count, limit = self.output_token_ids[-1], len(self.output_token_ids), self.params.max_tokens
         if count >= self.params.min_tokens:
             if token in self.eos_token_ids and not self.params.ignore_eos:
                 self.finish_reason = "stop"
-                return True
+                return
             if token in self.params.stop_token_ids:
                 self.stop(token)
-                return True
-        limit = self.params.max_tokens
+                return
         if self.num_tokens >= max_model_len or (limit is not None and count >= limit):
             self.finish_reason = "length"
-            return True
-        return False
 
     def stop(self, reason: int | str) -> None:
         """Ends it at a stop token or a stop string."""

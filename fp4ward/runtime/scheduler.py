@@ -35,7 +35,7 @@ class Work:
 
 @dataclass
 class Scheduler:
-    """Owns the pages and slots of its requests."""
+    """Owns the pages and slots of its requests. The pages hold at least one sequence of max_model_len tokens."""
 
     limits: Limits
     pages: Pool
@@ -43,21 +43,18 @@ class Scheduler:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        assert self._pages_for(self.limits.max_model_len) <= self.pages.size, "a sequence alone could not finish"
+
     def add(self, request: Request) -> None:
-        """Queue a request. UserError when it could never run."""
+        """Queue a request. UserError when its prompt is empty or too long."""
         length, limit = len(request.prompt_token_ids), self.limits.max_model_len
         if length == 0:
             raise UserError("the prompt is empty; give at least one token")
         if length >= limit:
             raise UserError(
-                f"the prompt has {length} tokens, which leaves no room for output in a context of {limit} "
-                f"(--max-model-len); shorten it or raise the limit"
-            )
-        need = self._pages_for(min(limit, length + (request.params.max_tokens or limit)))
-        if need > self.pages.size:
-            raise UserError(
-                f"the request may reach {need * self.limits.page_size} tokens, the cache holds "
-                f"{self.pages.size * self.limits.page_size}; raise --kv-cache-memory-bytes or lower --max-tokens"
+                f"the prompt has {length} tokens, which leaves no room for output in a context of {limit} tokens; "
+                f"shorten it, or raise --max-model-len or --kv-cache-memory-bytes"
             )
         self.waiting.append(request)
 
@@ -65,7 +62,7 @@ class Scheduler:
         """The next step's work; empty when nothing waits or runs."""
         budget = self.limits.max_num_batched_tokens
         work: list[Work] = []
-        i = 0
+        i, running = 0, len(self.running)
         while i < len(self.running) and budget:
             request = self.running[i]
             count = min(request.num_tokens - request.computed, budget)
@@ -74,7 +71,9 @@ class Scheduler:
                 budget -= count
                 i += 1
             else:
-                self._preempt(self.running[-1])  # the youngest; it may be `request` itself
+                self.preempt(self.running[-1])  # the youngest; it may be `request` itself
+        if len(self.running) < running:  # pages are short: what was just given back is not for newcomers
+            return work
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
             count = min(request.num_tokens, budget)
@@ -117,7 +116,8 @@ class Scheduler:
             request.pages += new
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Take back all that a running request holds; it waits at the front and is computed anew."""
         self.running.remove(request)
         self._release(request)
         request.computed = 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -14,18 +17,15 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-from fp4ward.errors import UserError
+from fp4ward.errors import UserError, one_line
 
 # A template is code from the checkpoint: it may not run for ever nor write without end.
-MAX_RENDERED = 64 * 2**20  # characters
+MAX_RENDERED = 16 * 2**20  # characters
 MAX_SECONDS = 10.0
-
-
-def one_line(error: object) -> str:
-    """An exception's text on one line, for the middle of a sentence."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+MAX_NUMBER = 10**6  # as an argument, where it may be a width or a count
+WIDTH = re.compile(r"\d{7}|\*")  # in a format: a width of millions, or one that is an argument
 
 
 class _Refused(jinja2.TemplateError):
@@ -44,14 +44,16 @@ _Generation.tags = {"generation"}
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """What transformers gives to templates, bounded in time and in the size of a product."""
+    """What transformers gives to templates, bounded in time and in the size of what one operation makes."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
         self.filters["tojson"] = _tojson
         self.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
+        del self.globals["lipsum"]
+        self.filters = {name: self._bounded(name, run) for name, run in self.filters.items()}
         self.deadline = 0.0
 
     def compile_bounded(self, source: str) -> jinja2.Template:
@@ -61,13 +63,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         for node in nodes_that_repeat:
             tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
-        return self.from_string(tree)
+        return self.from_string(_JoinBounded().visit(tree))
 
     def tick(self) -> None:
         if time.monotonic() > self.deadline:
             raise SecurityError(f"it ran for more than {MAX_SECONDS:g} s")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sized = (str, list, tuple)
+        if operator == "+" and isinstance(left, sized) and isinstance(right, sized):
+            _check_size(len(left) + len(right) * (1 if isinstance(left, str) else 8))
+        if operator == "%" and isinstance(left, str) and WIDTH.search(left):
+            raise SecurityError("it asks for a width of millions")
+        if operator == "*" and isinstance(left, int) and isinstance(right, int):
+            _check_size(16 * (left.bit_length() + right.bit_length()))
         for one, times in ((left, right), (right, left)):
             repeats = operator == "*" and isinstance(one, (str, list, tuple)) and isinstance(times, int)
             if repeats and len(one) * times > MAX_RENDERED:
@@ -75,6 +84,68 @@ class _Environment(ImmutableSandboxedEnvironment):
         if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > 4096:
             raise SecurityError("it raises a number to too high a power")
         return super().call_binop(context, operator, left, right)
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:  # what macros and blocks wrote
+        pieces = list(pieces)
+        _check_size(sum(map(len, pieces)))
+        return "".join(pieces)
+
+    @staticmethod
+    def join_bounded(*values: object) -> str:
+        return _Environment.concat(map(str, values))
+
+    def call(self, context: Any, run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(run, "__self__", None)
+        _check_arguments(getattr(run, "__name__", ""), (own, *args) if isinstance(own, str) else args, kwargs)
+        return super().call(context, run, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        own = getattr(value, "__self__", "")
+        if isinstance(own, str) and (WIDTH.search(own) or re.search(r":[^}]*\{", own)):
+            raise SecurityError("it asks for a width of millions")
+        return super().wrap_str_format(value)
+
+    def _bounded(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)  # with the mark that tells whether the first argument is the environment
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            plain = args[1:] if hasattr(run, "jinja_pass_arg") else args
+            if name == "format" and plain and WIDTH.search(str(plain[0])):
+                raise SecurityError("it asks for a width of millions")
+            _check_arguments(name, plain, kwargs)
+            return run(*args, **kwargs)
+
+        return bounded
+
+
+class _JoinBounded(NodeTransformer):
+    """`a ~ b` as a call that looks at the size first."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Call(nodes.EnvironmentAttribute("join_bounded"), node.nodes, [], None, None).set_lineno(
+            node.lineno
+        )
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_RENDERED:
+        raise SecurityError(f"it makes a value of more than {MAX_RENDERED} characters")
+
+
+def _check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Before a function, method or filter of this name runs: numbers that may be widths, texts that multiply."""
+    every = [*args, *kwargs.values()]
+    if any(isinstance(one, int) and abs(one) > MAX_NUMBER for one in every):
+        raise SecurityError(f"a number beyond {MAX_NUMBER} is an argument of {name}")
+    texts = [one for one in every if isinstance(one, str)]
+    if name == "replace" and len(texts) == 3:
+        _check_size(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
+    elif name == "join":
+        parts = [part for one in every if isinstance(one, (list, tuple)) for part in one]
+        _check_size(sum(len(p) for p in parts if isinstance(p, str)) + len(parts) * sum(map(len, texts)))
+    elif name in ("indent", "wordwrap"):
+        _check_size(math.prod(max(1, len(text)) for text in texts))
 
 
 def _tojson(

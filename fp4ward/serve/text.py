@@ -16,9 +16,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from fp4ward.errors import UserError
+from fp4ward.errors import UserError, one_line
 from fp4ward.runtime.request import SamplingParams
-from fp4ward.serve.template import ChatTemplate, one_line
+from fp4ward.serve.template import ChatTemplate
 
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -26,6 +26,8 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 def _read(path: Path) -> str | None:
     try:
+        if path.exists() and not path.is_file():  # a folder; a pipe, where reading would wait for ever
+            raise UserError(f"{path}: this is not a file")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
@@ -155,7 +157,9 @@ class Tokenizer:
             return None
         try:
             backend = Backend.from_str(text)
-        except Exception as error:
+        except BaseException as error:  # the library's Rust code panics over some files, and a panic is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise UserError(f"{path}: cannot be read by the tokenizers library: {one_line(error)}") from None
         config_path = folder / "tokenizer_config.json"
         config = _read_json(config_path)
@@ -171,11 +175,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    def special_id(self, name: str) -> int | None:
-        """Id of "eos_token", "bos_token", ..., if named and known."""
-        content = self.special_tokens.get(name)
-        return None if content is None else self.backend.token_to_id(content)
-
     def is_special(self, token_id: int) -> bool:
         return token_id in self._added and self._added[token_id].special
 
@@ -185,7 +184,9 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise UserError("the text holds half of a surrogate pair, which is not valid Unicode; remove it") from None
-        except Exception as error:
+        except BaseException as error:  # as in `load`
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise UserError(f"the text cannot be tokenized with this tokenizer.json: {one_line(error)}") from None
 
     def token_bytes(self, token_id: int) -> bytes:

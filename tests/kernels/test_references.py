@@ -9,7 +9,7 @@ from torch.nn import functional
 from fp4ward.errors import UserError
 from fp4ward.formats import fp8, nvfp4
 from fp4ward.formats.formats import BF16, FP8_BLOCK_SCALED, FP8_CHANNEL, NVFP4
-from fp4ward.formats.weight import Weight, concat, stack
+from fp4ward.formats.weight import Weight, concat
 from fp4ward.kernels import attention, experts, gated_delta, linear, norm, rope
 from fp4ward.layers.linear import Linear
 from fp4ward.parallel.placement import Replicate
@@ -84,8 +84,11 @@ def test_a_weight_only_layer_refuses_quantized_input():  # B13
 
 
 def moe_weights(e: int, h: int, i: int) -> tuple[Weight, Weight, Weight]:
-    gate, up = (stack([make("nvfp4", i, h) for _ in range(e)]) for _ in range(2))
-    return gate, up, stack([make("nvfp4", h, i) for _ in range(e)])
+    def stack(n: int, k: int) -> Weight:
+        each = [make("nvfp4", n, k) for _ in range(e)]
+        return Weight(NVFP4, {part: torch.stack([w.parts[part] for w in each]) for part in NVFP4.components})
+
+    return stack(i, h), stack(i, h), stack(h, i)
 
 
 def test_experts_equal_a_plain_sum_and_skip_foreign_ids():  # F29

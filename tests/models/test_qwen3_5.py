@@ -33,10 +33,14 @@ def f64_logits(model: LLM, ids: list[int], chunks: list[int]) -> torch.Tensor:
     return model.engine.logits(ids, chunks)
 
 
-def test_float32_logits_and_greedy_tokens_equal_the_reference(folder):
+@pytest.mark.parametrize("unpack", [True, False], ids=["unpacked", "packed"])
+def test_float32_logits_and_greedy_tokens_equal_the_reference(folder, unpack, monkeypatch):
+    if not unpack:
+        monkeypatch.setattr("fp4ward.llm.UNPACK_BYTES", 0)
     ref = reference(folder)
     model = llm(folder)
     ids = ref["input_ids"][0].tolist()
+    assert model.engine.runner.model.lm_head.weight.format.quantized == ("mixed" in folder.name and not unpack)
     logits = model.logits(ids)
     assert logits.dtype == torch.float32 and logits.shape == ref["logits"].shape
     assert (logits - ref["logits"]).abs().max() < 1e-3

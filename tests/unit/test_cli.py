@@ -6,10 +6,11 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,18 @@ class ScriptedLLM:
     pieces: tuple[str, ...] = ("Hel", "lo", " world")
     tokenizer: object | None = object()
     notices: tuple[Notice, ...] = ()
-    defaults = SamplingParams(temperature=0.5)
+    defaults: Mapping[str, Any] = {"temperature": 0.5}
     fault: BaseException | None = None
     error: str | None = None
 
-    def __init__(self, model: str, *, show_progress: bool | None = None, **settings: Any) -> None:
+    def __init__(self, model: str, *, show_progress: bool | None = None, needs: str = "", **settings: Any) -> None:
+        self.needs = needs
         self.model, self.show_progress, self.settings = model, show_progress, settings
         self.asked: list[tuple[Any, SamplingParams, dict[str, Any]]] = []
         self.closed = 0
 
-    def default_sampling_params(self) -> SamplingParams:
-        return self.defaults
+    def default_sampling_params(self, **otherwise: Any) -> SamplingParams:
+        return SamplingParams(**{**otherwise, **self.defaults})
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         self.asked.append((prompt, params, {}))
@@ -89,7 +91,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedLLM]:
     module = types.ModuleType("fp4ward.llm")
     module.LLM = Made  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fp4ward.llm", module)
-    monkeypatch.setattr(cli, "_need_tokenizer", lambda *_: None)
     return Made
 
 
@@ -197,7 +198,7 @@ def test_every_sampling_flag_arrives(scripted: type[ScriptedLLM]) -> None:
 
 
 def test_flags_override_the_checkpoints_defaults_one_by_one(scripted: type[ScriptedLLM]) -> None:
-    scripted.defaults = SamplingParams(temperature=0.5, top_k=20, max_tokens=77)
+    scripted.defaults = {"temperature": 0.5, "top_k": 20, "max_tokens": 77}
     assert cli.main(["generate", "m", "p", "--top-k", "3"]) == 0
     assert scripted.made[0].asked[0][1] == SamplingParams(temperature=0.5, top_k=3, max_tokens=77)
 
@@ -422,6 +423,7 @@ def test_a_conversation_is_kept_and_reset(
 
 def test_template_variables_reach_the_template(scripted: type[ScriptedLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     assert talk(monkeypatch, "x", argv=("--no-thinking", "--chat-template-kwargs", '{"a": 1}')) == 0
+    assert scripted.made[0].needs == "chat"
     assert scripted.made[0].asked[0][2] == {"chat_template_kwargs": {"a": 1, "enable_thinking": False}}
 
 
@@ -511,13 +513,14 @@ def test_what_cannot_work_on_a_checkpoint_is_one_sentence(
     assert sentence in refused(capsys, *(a.format(folder) for a in argv), "--log-level", "error")
 
 
-def test_chat_needs_a_chat_template(tmp_path: Path, capsys: Capture) -> None:
+def test_chat_needs_a_chat_template(tmp_path: Path, capsys: Capture, checkpoint: Callable[[str], Path]) -> None:
     from tokenizers import Tokenizer, decoders, models
 
     backend = Tokenizer(models.BPE())
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    backend.save(str(tmp_path / "tokenizer.json"))
-    assert "there is no chat template" in refused(capsys, "chat", str(tmp_path))
+    folder = shutil.copytree(checkpoint("q35moe-w4a16-modelopt"), tmp_path / "m")
+    backend.save(str(folder / "tokenizer.json"))
+    assert "there is no chat template" in refused(capsys, "chat", str(folder))
 
 
 def test_the_command_runs_as_a_module(checkpoint: Callable[[str], Path]) -> None:

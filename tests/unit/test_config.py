@@ -25,7 +25,6 @@ def resolved(cuda: bool = False, **kwargs: object) -> EngineConfig:
         ("model", "", "a folder or a Hugging Face id"),
         ("dtype", "int8", "one of auto, bfloat16"),
         ("kv_cache_dtype", "fp8_e5m2", "one of auto, bf16"),
-        ("load_format", "pt", "one of auto, safetensors"),
         ("device", "cuda:x", "auto, cpu, cuda or cuda:N"),
         ("device", "mps", "auto, cpu, cuda or cuda:N"),
         ("max_model_len", 0, "a whole number above 0"),

@@ -95,6 +95,12 @@ def test_what_is_neither_folder_nor_name(name: str) -> None:
     assert "no such folder" in text or (name == "" and "no model is given" in text)
 
 
+def test_names_that_the_file_system_refuses() -> None:
+    assert "no such folder" in fault("a" * 5000) and len(fault("a" * 5000)) < 300
+    assert "no such folder" in fault("~no-such-user/model")
+    assert "not a name" in fault("a" * 500 + "/" + "b" * 500)
+
+
 def test_the_cache_is_used_without_the_network(cache: Path) -> None:
     snapshot = fill(cache, shards=2)
     assert resolve_model("org/model") == snapshot

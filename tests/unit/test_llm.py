@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import pytest
 import torch
@@ -99,6 +100,22 @@ def test_prompt_logprobs_survive_chunked_prefill(llm):
             assert a.keys() == b.keys() and all(abs(a[t].logprob - b[t].logprob) < 1e-4 for t in a)
 
 
+def test_prompt_logprobs_survive_preemption(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, prompt_logprobs=0, ignore_eos=True)
+    prompts = [IDS[i:] + IDS for i in range(4)]
+    want = [o.prompt_logprobs for o in llm.generate(prompts, params)]
+    small = make(
+        max_model_len=72, block_size=8, kv_cache_memory_bytes=11 * 4096, max_num_batched_tokens=7, max_num_seqs=4
+    )
+    preempt, seen = small.engine.scheduler.preempt, []
+    small.engine.scheduler.preempt = lambda r: (seen.append(r.computed < len(r.prompt_token_ids)), preempt(r))
+    got = [o.prompt_logprobs for o in small.generate(prompts, params)]
+    assert {*seen} == {True, False}  # some while their prompt was computed, some after
+    for a, b in zip(want, got, strict=True):
+        assert [x and x.keys() for x in a] == [x and x.keys() for x in b]
+        assert all(abs(x[t].logprob - y[t].logprob) < 1e-3 for x, y in zip(a[1:], b[1:], strict=True) for t in x)
+
+
 def test_end_tokens_end_and_can_be_ignored(llm):
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     tokens = llm.generate([IDS], greedy)[0].outputs[0].token_ids
@@ -120,7 +137,9 @@ def test_streaming_gives_growing_snapshots_and_abandoning_it_frees_everything(ll
     stream.close()
     assert not scheduler.running and scheduler.pages.free == scheduler.pages.size
     never_started = llm.stream(IDS, params)
+    assert llm.engine.busy
     del never_started
+    assert not llm.engine.busy and not llm._choices
     assert llm.generate([IDS], params)[0].outputs[0].token_ids == seen[-1]
 
 
@@ -135,10 +154,39 @@ def test_text_streams_equal_the_whole_and_stop_strings_end_it(texted):  # F35
     assert texted.engine.scheduler.pages.free == texted.engine.scheduler.pages.size
 
 
+def test_streams_read_in_turns_lose_nothing(texted):
+    params = SamplingParams(temperature=1.2, max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    jobs = [("the cat", dataclasses.replace(params, seed=1)), ("the dog ran", dataclasses.replace(params, seed=2))]
+    want = [texted.generate([prompt], one)[0] for prompt, one in jobs]
+    streams = [texted.stream(prompt, one) for prompt, one in jobs]
+    seen = [[], []]
+    for pair in zip_longest(*streams):
+        for got, output in zip(seen, pair, strict=True):
+            got += [output] if output else []
+    for got, whole in zip(seen, want, strict=True):
+        (a,), (b,) = got[-1].outputs, whole.outputs
+        assert (a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason)
+        assert [d.keys() for d in a.logprobs] == [d.keys() for d in b.logprobs]
+        assert [d and d.keys() for d in got[-1].prompt_logprobs] == [d and d.keys() for d in whole.prompt_logprobs]
+        assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob)
+    assert not texted._choices
+
+
 def test_chat_renders_the_template(texted):
     (out,) = texted.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert out.prompt_token_ids == texted.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_several_conversations_are_one_batch_and_progress_counts_what_is_done(texted):
+    turns = [[{"role": "user", "content": text}] for text in ("hi", "the cat", "a")]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 2, 9)]
+    done = []
+    together = texted.chat(turns, params, progress=done.append)
+    assert done == [1, 2, 3]
+    alone = [texted.chat(turn, one)[0] for turn, one in zip(turns, params, strict=True)]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+    assert [len(o.outputs[0].token_ids) for o in together] == [5, 2, 9]
 
 
 def test_a_folder_without_tokenizer_says_what_is_missing(llm):
@@ -162,12 +210,53 @@ def test_a_folder_without_tokenizer_says_what_is_missing(llm):
         ([[True]], "token 0 is True"),
         ([[1] * 5000], "5000 tokens"),
         ([3.5], "prompt is float"),
+        (None, "prompt is NoneType"),
+        (5, "prompt is int"),
+        (b"ab", "prompt is bytes"),
+        ([b"ab"], "prompt is bytes"),
     ],
 )
 def test_bad_prompts_are_refused_in_one_sentence(llm, prompt, says):
     with pytest.raises(UserError, match=says):
         llm.generate(prompt)
     assert not llm.engine.busy
+
+
+def test_arguments_of_a_wrong_type_are_one_sentence(llm, texted):
+    for call, says in (
+        (lambda: llm.generate([IDS], [1]), "sampling_params is"),
+        (lambda: llm.generate([IDS], {"temperature": 0}), "sampling_params is"),
+        (lambda: llm.generate([IDS], 5), "sampling_params is"),
+        (lambda: llm.stream([IDS, IDS]), "2 prompts for one stream"),
+        (lambda: llm.logits(None), "prompt is NoneType"),
+        (lambda: llm.logits("ab"), "takes token ids"),
+        (lambda: texted.chat(None), "messages must be a list"),
+        (lambda: texted.chat("hi"), "messages must be a list"),
+    ):
+        with pytest.raises(UserError, match=says):
+            call()
+    assert not llm.engine.busy and not texted.engine.busy
+
+
+def test_an_interrupted_step_leaves_other_streams_right(llm):
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=8, ignore_eos=True)
+    whole = llm.generate([IDS], params)[0].outputs[0].token_ids
+    stream = llm.stream(IDS, params)
+    next(stream)
+    layers = llm.engine.runner.model.layers
+    last = layers[-1]
+
+    def interrupted(*args):
+        raise KeyboardInterrupt  # when the states of the layers before are written
+
+    layers[-1] = dataclasses.replace(last, mlp=interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([IDS[:5]], params)
+    finally:
+        layers[-1] = last
+    assert [list(o.outputs[0].token_ids) for o in stream][-1] == whole
+    assert not llm.engine.busy and llm.engine.scheduler.pages.free == llm.engine.scheduler.pages.size
 
 
 def test_one_bad_prompt_leaves_nothing_behind(llm):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fp4ward.checkpoint.index import parse_json
 from fp4ward.facts import qwen3_5
 from fp4ward.formats.formats import EXTRA_LEAVES, SCALE_LEAVES, Header, Stored, recognise
-from fp4ward.formats.scheme import Scheme, kv_notices, parse_json, read_scheme, settle
+from fp4ward.formats.scheme import Scheme, kv_notices, read_scheme, settle
 from tests.build import FIXTURES
 
 LEAVES = {"weight", "weight_packed", *SCALE_LEAVES, *EXTRA_LEAVES}

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp4ward.checkpoint.index import parse_json
 from fp4ward.errors import UserError
 from fp4ward.facts.qwen3_5 import canonical
 from fp4ward.formats.formats import Format, Header, Stored, recognise
-from fp4ward.formats.scheme import Notice, Scheme, kv_notices, parse_json, read_scheme, settle
+from fp4ward.formats.scheme import Notice, Scheme, kv_notices, read_scheme, settle
 
 QUIET = settings(deadline=None, derandomize=True, max_examples=150)
 L0 = "model.language_model.layers.0."
@@ -611,6 +612,7 @@ def test_parse_json_reads_what_repositories_hold() -> None:  # F16
         "time_step_limit": [0.0, math.inf]
     }
     assert parse_json('{"a": 1, "a": 1}', "x") == {"a": 1}
+    assert math.isnan(parse_json('{"a": NaN}', "x")["a"])  # given once, though not equal to itself
 
 
 @pytest.mark.parametrize(

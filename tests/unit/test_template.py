@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 
+import jinja2
 import pytest
 from tokenizers import Tokenizer, models
 
@@ -182,12 +184,45 @@ def test_bad_messages_give_one_sentence(messages, match):
         "{{ 'x' * 10000000000 }}",
         "{{ 9 ** 99999999 }}",
         "{{ messages | tojson(indent='x', separators=3) }}",
+        # one operation that would take gigabytes
+        "{{ '%1000000000s' | format('x') }}",
+        "{{ '%1000000000d' % 5 }}",
+        "{{ '%*d' % (1000000000, 5) }}",
+        "{{ '{:>10000000000}'.format(1) }}",
+        "{{ '{:>{}}'.format(1, 10000000000) }}",
+        "{{ 'a' | center(10**10) }}",
+        "{{ 'a'.ljust(10**10) }}",
+        "{{ 'a' | indent(10**10) }}",
+        "{{ 'a' | batch(10**10, 'x') | list }}",
+        "{{ lipsum(n=900000) }}",
+        "{{ ('x' * 99999) | replace('x', 'y' * 99999) }}",
+        "{{ ('x' * 99999).replace('', 'y' * 99999) }}",
+        "{{ (['x'] * 99999) | join('y' * 99999) }}",
+        "{{ ('y' * 99999).join(['x'] * 99999) }}",
+        "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s=9) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
+        "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set t %}{{ n.s }}{{ n.s }}{% endset %}"
+        "{% set n.s = t %}{% endfor %}",
     ],
 )
 def test_broken_or_hostile_templates_give_one_sentence(source):
+    begin = time.monotonic()
     with pytest.raises(UserError, match=r"chat_template\.jinja") as caught:
         chat(source).render([USER])
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and time.monotonic() - begin < 8
+
+
+def test_bounds_leave_ordinary_templates_alone():
+    source = (
+        "{{ 'a' ~ 1 ~ [2] }} {{ '%5s|%-3d' % ('x', 7) }} {{ '{:>4}'.format(3) }} {{ 'abc' | replace('b', 'xx') }} "
+        "{{ ['p', 'q'] | join(', ') }} {{ 'q' | center(3) }}|{{ ('a\\nb' | indent(2)) }} {{ [1] + [2] }} {{ 3 * 4 }} "
+        "{{ '%s=%s' | format('k', 'v') }} {{ messages | map(attribute='role') | list }} {% set s %}{{ 1 }}2{% endset %}"
+        "{{ s + 'z' }}"
+    )
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    assert chat(source).render([USER]) == plain.render(messages=[USER])
 
 
 def test_templates_that_do_not_end_are_stopped(monkeypatch):

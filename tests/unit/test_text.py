@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -100,8 +101,6 @@ def test_names_of_special_tokens_come_from_both_files(tmp_path):
     other = json.dumps({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
     tokenizer = Tokenizer.load(save(tmp_path, config=config, special_tokens_map__json=other))
     assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    assert tokenizer.special_id("eos_token") == BACKEND.token_to_id("<|im_end|>")
-    assert tokenizer.special_id("bos_token") is None
     assert tokenizer.chat_template is None
 
 
@@ -153,6 +152,25 @@ def test_sentence_piece_spaces_and_byte_fallback():
     assert tokenizer.token_bytes(backend.token_to_id("<0xC3>")) == b"\xc3"
     backend.decoder = decoders.Metaspace()
     assert Tokenizer(backend).token_bytes(backend.token_to_id("▁wor")) == b" wor"
+
+
+def test_a_file_over_which_the_library_panics_is_one_sentence(tmp_path):
+    document = json.loads(BACKEND.to_str()) | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read by the tokenizers library"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_or_folder_instead_of_a_file_is_not_waited_for(tmp_path, name):
+    for make in (os.mkfifo, os.mkdir):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        save(folder)
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        with pytest.raises(UserError, match="this is not a file"):
+            Tokenizer.load(folder)
 
 
 def test_unknown_decoders_are_refused_by_name():

@@ -1,0 +1,1 @@
+"""Evaluation of a model on exact-answer task families."""
