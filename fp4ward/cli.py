@@ -400,6 +400,11 @@ def _load(args: argparse.Namespace, *, text: bool, chat: bool) -> tuple[LLM, flo
     quiet = not log.isEnabledFor(logging.INFO)
     needs = "chat" if chat else "text" if text else ""
     llm = LLM(args.model, **settings, needs=needs, show_progress=False if quiet else None)
+    if llm.unpacked and "OMP_NUM_THREADS" not in os.environ:
+        # A small model's operations take microseconds: threads gain little, and on busy cores they wait for each other.
+        from fp4ward.environment import set_threads
+
+        set_threads(1)
     _show_notices(llm)
     return llm, time.perf_counter() - start
 

@@ -109,3 +109,10 @@ def _int(text: str | None) -> int | None:
 
 def _gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+
+
+def set_threads(count: int) -> None:
+    """How many CPU threads torch uses in this process."""
+    import torch
+
+    torch.set_num_threads(count)

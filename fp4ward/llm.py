@@ -36,7 +36,8 @@ class LLM:
     """A loaded model. Keyword arguments are those of fp4ward.config.EngineConfig, where they are explained.
 
     notices: what the checkpoint's files disagree about, and what was left aside. formats: slot -> Format as stored.
-    config: the settings with nothing left on "auto". tokenizer: None when the folder has none (token ids still work).
+    unpacked: whether the weights were made plain f32. config: the settings with nothing left on "auto". tokenizer: None
+    when the folder has none (token ids still work).
     show_progress: a bar while loading; by default only on a terminal. needs: "text" or "chat" if the model is of no use
     without a tokenizer, or without a chat template. UserError, before weights are read where that is possible, when the
     checkpoint or a setting cannot be used.
@@ -70,8 +71,7 @@ class LLM:
             loaded = load(
                 index, known_facts.weights(cfg), facts=known_facts, scheme=scheme, device=device, progress=progress
             )
-        if device.type == "cpu" and dtype == torch.float32:
-            _unpack_small(loaded.tensors)
+        self.unpacked = device.type == "cpu" and dtype == torch.float32 and _unpack_small(loaded.tensors)
         self.notices = loaded.notices
         self.formats = loaded.formats
         built = models.load(facts.architecture(index.config)).Model(cfg, loaded.tensors, dtype)
@@ -327,11 +327,13 @@ class _Choice:
         )
 
 
-def _unpack_small(tensors: dict[str, Weight | torch.Tensor]) -> None:
-    """Weights to plain f32, one by one, where all of them together stay within UNPACK_BYTES."""
+def _unpack_small(tensors: dict[str, Weight | torch.Tensor]) -> bool:
+    """Weights to plain f32, one by one, where all of them together stay within UNPACK_BYTES; whether they do."""
     packed = {name: w for name, w in tensors.items() if isinstance(w, Weight)}
-    if sum(4 * math.prod(w.shape) for w in packed.values()) <= UNPACK_BYTES:
+    small = sum(4 * math.prod(w.shape) for w in packed.values()) <= UNPACK_BYTES
+    if small:
         tensors.update((name, w.unpacked()) for name, w in packed.items())
+    return small
 
 
 def _prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -31,6 +31,7 @@ class ScriptedLLM:
     pieces: tuple[str, ...] = ("Hel", "lo", " world")
     tokenizer: object | None = object()
     notices: tuple[Notice, ...] = ()
+    unpacked = False
     defaults: Mapping[str, Any] = {"temperature": 0.5}
     fault: BaseException | None = None
     error: str | None = None

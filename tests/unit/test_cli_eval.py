@@ -41,6 +41,7 @@ class Pupil:
     error: str | None = None
     tokenizer = object()
     notices: tuple[Notice, ...] = ()
+    unpacked = False
     made: list[Pupil] = []  # noqa: RUF012
 
     def __init__(self, model: str, *, needs: str, show_progress: bool | None = None, **settings: Any) -> None:

@@ -1,0 +1,53 @@
+"""Does accuracy notice a wrong number? Plants faults into a model and evaluates each, on a CPU.
+
+    python bench/detect.py [MODEL] [--count 24] [--tasks arithmetic,recall] [--out bench/results/detect.jsonl]
+
+The faults are those of tests/models/faults.py: what engines got wrong in public. One row a fault: the accuracy of each
+family, with the 95 % interval of the total. MODEL is one that learned the task families (demo/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from fp4ward.evals import run  # noqa: E402
+from tests.models.faults import FAULTS, faulty  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--count", type=int, default=24, help="questions a family")
+    parser.add_argument("--tasks", default="arithmetic,recall,sorting,copying,choice")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    questions = run.plan(args.tasks.split(","), args.count, False, 0)
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    head = {
+        "date": date.today().isoformat(),
+        "commit": git.stdout.strip(),
+        "command": f"python bench/detect.py {args.model} --count {args.count} --tasks {args.tasks}",
+    }
+    lines = []
+    for name in FAULTS:
+        with faulty(name, args.model, max_num_seqs=32) as llm:
+            tallies = run.ask(llm, name, questions).tallies()
+        low, high = tallies["total"].interval
+        shown = "  ".join(f"{family} {100 * t.accuracy:5.1f}" for family, t in tallies.items())
+        print(f"{name:40} {shown}  ({100 * low:.1f} to {100 * high:.1f})", flush=True)
+        lines.append(json.dumps(head | {"fault": name} | {f: round(t.accuracy, 4) for f, t in tallies.items()}))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
