@@ -1,7 +1,8 @@
 """The command `fp4ward`: the only reader of the command line and the environment.
 
-Exit codes: 0 done, 1 a fault of fp4ward itself, 2 something is wrong with what the user gave, 130 interrupted, 141 the
-reader of the output went away. Text and JSON go to stdout; notices, progress and errors to stderr.
+Exit codes: 0 done, 1 a fault of fp4ward itself, 2 something is wrong with what the user gave (also a checkpoint where
+`lint` finds errors; for warnings it is 0), 130 interrupted, 141 the reader of the output went away. Text and JSON go to
+stdout; notices, progress and errors to stderr.
 """
 
 from __future__ import annotations
@@ -376,6 +377,75 @@ def _write(path: str, text: str) -> None:
         raise UserError(f"{path}: {e.strerror or e}") from None
 
 
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from fp4ward import hardware, pieces, plan, plan_text
+    from fp4ward.checkpoint.hub import resolve_model
+
+    if args.json and args.why is not None:
+        raise UserError("--why and --json were both given; --json holds every layer's reasons, give one")
+    # What can be refused without the checkpoint is, before it is looked for.
+    settings = {name: value for name in flags.ENGINE if (value := getattr(args, name, None)) is not None}
+    options = plan.Options(
+        EngineConfig(model=args.model, **settings),
+        pieces.Layout(args.tp, args.ep, args.adp),
+        plan.parse_wishes(args.kernel),
+        tuple(args.replicate),
+    )
+    machine = hardware.detect() if args.gpu is None else hardware.parse(args.gpu)
+    if args.check_sharding and (args.tp == 1 or args.ep > 1 or args.adp > 1 or args.replicate):
+        raise UserError("--check-sharding needs tensor parallelism: give --tp 2 or more, no --ep, --adp, --replicate")
+    folder = resolve_model(args.model, args.revision, weights=False)
+    made = plan.make(pieces.read(folder, args.model), machine, options)
+    if args.check_sharding:
+        _check_sharding(folder, args.tp)
+    if args.html is not None:
+        Path(args.html).write_text(plan_text.html(made), encoding="utf-8")
+    if args.json:
+        print(json.dumps(plan_text.record(made), indent=1, allow_nan=False))
+    else:
+        print(plan_text.why(made, args.why) if args.why is not None else plan_text.render(made))
+    return _fail(f"error: {'; '.join(made.failures)}", 2) if made.failures else 0
+
+
+def _check_sharding(folder: Path, ranks: int) -> None:
+    """Type the forward as the first, a middle and the last rank; UserError where it does not type."""
+    from fp4ward import facts, models
+    from fp4ward.checkpoint.index import open_documents
+    from fp4ward.parallel.typed import check_sharding
+
+    config = open_documents(folder).config
+    for rank in sorted({0, ranks // 2, ranks - 1}):
+        check_sharding(facts.load(config), models.load(facts.architecture(config)), config, ranks, rank)
+    log.info("sharding types: the forward types on %d ranks, seen from the first, a middle and the last", ranks)
+
+
+# --- lint -------------------------------------------------------------------------------------------------------------
+
+
+def _lint(args: argparse.Namespace) -> int:
+    from fp4ward import facts
+    from fp4ward.checkpoint import lint
+    from fp4ward.checkpoint.hub import resolve_model
+
+    folder = resolve_model(args.model, args.revision)
+    with contextlib.ExitStack() as stack:
+        progress = None
+        if args.scales and log.isEnabledFor(logging.INFO):
+            from fp4ward.checkpoint.load import progress_bar
+
+            progress = stack.enter_context(progress_bar("reading"))
+        report = lint.examine(folder, facts.load, scales=args.scales, progress=progress)
+    if args.json:
+        print(json.dumps({"model": args.model, **lint.record(report)}, indent=1, allow_nan=False))
+    else:
+        print(_shown(lint.render(report, args.model)))
+    errors = report.counts["error"]
+    return _fail(f"error: {args.model}: {errors} error{'s' * (errors > 1)} found", 2) if errors else 0
+
+
 # --- env --------------------------------------------------------------------------------------------------------------
 
 
@@ -449,4 +519,4 @@ def _logging_to_stderr(level: str) -> Iterator[None]:
         log.propagate = True
 
 
-COMMANDS = {"generate": _generate, "chat": _chat, "eval": _eval, "env": _env}
+COMMANDS = {"generate": _generate, "chat": _chat, "eval": _eval, "plan": _plan, "lint": _lint, "env": _env}

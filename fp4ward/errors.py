@@ -6,8 +6,18 @@ from __future__ import annotations
 class UserError(Exception):
     """A fault in what the user gave (file, flag, prompt). The command line prints it without a stack trace.
 
-    The message is one sentence: what was found, where (file, tensor, layer), what was expected, what to do.
+    The message is one sentence: what was found, where (file, tensor, layer), what was expected, what to do. code: for
+    programs, stable; only faults of a checkpoint that `fp4ward lint` tells apart have one.
     """
+
+    def __init__(self, message: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def stop(_where: str, fault: UserError) -> None:
+    """What to do with a fault, unless the caller collects them: end at the first."""
+    raise fault
 
 
 def one_line(error: object) -> str:

@@ -79,9 +79,47 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--plot", metavar="FILE", help="bar chart (.png, .svg, .pdf); needs matplotlib")
     _engine_flags(evaluate)
 
+    plan = commands.add_parser(
+        "plan",
+        help="what would run, how fast, and whether it fits",
+        description="Decide on paper, without a GPU or weights, which kernel runs each layer of a checkpoint on a "
+        "machine, why, what it costs and what memory remains. config.json and hf_quant_config.json are enough.",
+    )
+    _model(plan)
+    plan.add_argument("--gpu", metavar="NAME", help="H200, RTX-5090, cpu, ... or sm=90,mem=141,bw=4800,bf16=989 (here)")
+    plan.add_argument("--tp", type=int, default=1, metavar="N", help="ranks in all (1)")
+    plan.add_argument("--ep", type=int, default=1, metavar="N", help="groups of ranks that share out the experts (1)")
+    plan.add_argument("--adp", type=int, default=1, metavar="N", help="groups that attend to their own requests (1)")
+    plan.add_argument(
+        "--kernel", action="append", default=[], metavar="OP=NAME[,NAME]", help="allow these only; may be repeated"
+    )
+    plan.add_argument(
+        "--replicate", action="append", default=[], metavar="PATTERN",
+        help="keep blocks whole on every rank, such as 'layers.*.mlp.shared_expert'; may be repeated",
+    )  # fmt: skip
+    plan.add_argument("--why", metavar="LAYER", help="everything about one operation, such as layers.0.mlp.experts")
+    plan.add_argument(
+        "--check-sharding", action="store_true",
+        help="also run the forward on tiny tensors as three of the --tp ranks and check every value's sharding type",
+    )  # fmt: skip
+    plan.add_argument("--html", metavar="FILE", help="also write it as a page to look at")
+    plan.add_argument("--json", action="store_true", help="everything as JSON")
+    _engine_flags(plan, without=("--device",))
+
+    lint = commands.add_parser(
+        "lint",
+        help="whether a checkpoint is healthy",
+        description="Hold a checkpoint's headers and JSON against each other and against the model, and list all that "
+        "is wrong, not only the first. Exit code 2 if there are errors, 0 with warnings alone.",
+    )
+    _model(lint)
+    lint.add_argument("--scales", action="store_true", help="also read all scales and codes, in little memory")
+    lint.add_argument("--json", action="store_true", help="everything as JSON, findings one by one")
+    lint.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hugging Face name")
+
     env = commands.add_parser("env", help="versions and hardware", description="Versions and hardware, for reports.")
     env.add_argument("--json", action="store_true", help="as JSON")
-    for command in (generate, chat, evaluate, env):
+    for command in (generate, chat, evaluate, plan, lint, env):
         _log_level(command, argparse.SUPPRESS)
     return top
 
@@ -122,11 +160,13 @@ def _sampling_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return group
 
 
-def _engine_flags(parser: argparse.ArgumentParser) -> None:
+def _engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
     group = parser.add_argument_group("engine")
     default = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
 
     def add(flag: str, kind: Callable[[str], Any], metavar: str, text: str) -> None:
+        if flag in without:
+            return
         value = default[flag[2:].replace("-", "_")]
         shown = "" if value is None else f" ({value})"
         group.add_argument(flag, type=kind, metavar=metavar, help=text + shown)

@@ -15,7 +15,7 @@ from fp4ward import facts, models
 from fp4ward.checkpoint.hub import resolve_model
 from fp4ward.checkpoint.index import open_index
 from fp4ward.checkpoint.load import load, progress_bar
-from fp4ward.config import EngineConfig, resolve
+from fp4ward.config import UNPACK_BYTES, EngineConfig, resolve
 from fp4ward.errors import UserError, shown
 from fp4ward.formats.scheme import read_scheme
 from fp4ward.formats.weight import Weight
@@ -26,10 +26,6 @@ from fp4ward.serve.text import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
-
-# On a CPU in float32, weights that take no more than this as plain f32 are unpacked at load: a small model then decodes
-# several times faster. A larger one stays packed, so that 20 GB of weights run in 24 GB of memory.
-UNPACK_BYTES = 1 << 30
 
 
 class LLM:

@@ -18,8 +18,10 @@ DEMO = Path(__file__).resolve().parent.parent / "demo_model"  # package data
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
+def resolve_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """Folder of `model`: a folder, else `org/name` from the local Hugging Face cache, else by download.
+
+    weights: False is content with the JSON files, and downloads no more.
 
     "demo" is the small model in this package, unless ./demo is a checkpoint; "./demo" is always the folder.
     A complete cached copy is used without asking the network. UserError in one sentence when nothing leads to a folder.
@@ -41,11 +43,11 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
         raise UserError(f"{model} is a file; give the folder that holds config.json and the safetensors files")
     if not HUB_NAME.fullmatch(model) or ".." in model:
         raise UserError(f"{shown(model)}: there is no such folder, and it is no Hugging Face name (organization/name)")
-    cached, fault = _cached(model, revision)
-    return cached or _download(model, revision, fault)
+    cached, fault = _cached(model, revision, weights)
+    return cached or _download(model, revision, fault, ALLOW if weights else ["*.json"])
 
 
-def _cached(model: str, revision: str | None) -> tuple[Path | None, str | None]:
+def _cached(model: str, revision: str | None, weights: bool) -> tuple[Path | None, str | None]:
     """The cached snapshot if it is complete; else None and what is wrong with it (None: there is none)."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -59,6 +61,8 @@ def _cached(model: str, revision: str | None) -> tuple[Path | None, str | None]:
         return None, f"the copy in {partial} is incomplete" if partial else None
     except (HFValidationError, ValueError) as e:
         raise UserError(f"{model}: not a name or revision that Hugging Face allows: {one_line(e)}") from None
+    if not weights and (Path(found) / "config.json").is_file():
+        return Path(found), None
     try:
         select_files(Path(found))
     except UserError as e:
@@ -66,7 +70,7 @@ def _cached(model: str, revision: str | None) -> tuple[Path | None, str | None]:
     return Path(found), None
 
 
-def _download(model: str, revision: str | None, fault: str | None) -> Path:
+def _download(model: str, revision: str | None, fault: str | None, allow: list[str]) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -81,7 +85,7 @@ def _download(model: str, revision: str | None, fault: str | None) -> Path:
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{where}: no such folder, {local}, and HF_HUB_OFFLINE forbids a download; give a folder")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=ALLOW, ignore_patterns=IGNORE))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=allow, ignore_patterns=IGNORE))
     except GatedRepoError:
         raise UserError(
             f"{where}: the repository is gated; accept its terms on huggingface.co and log in with 'hf auth login'"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4ward.errors import UserError, one_line, shown
+from fp4ward.errors import UserError, one_line, shown, stop
 from fp4ward.formats.formats import DTYPE_BYTES, Header
 from fp4ward.formats.scheme import Notice
 
@@ -33,6 +33,8 @@ MAIN = re.compile(r"model(?![a-z0-9]).*\.safetensors")
 EXTRA = re.compile(r"(mtp|extra)(?![a-z0-9]).*\.safetensors")
 NUMBERED = re.compile(r"(?P<stem>.*)-(?P<i>\d+)-of-(?P<n>\d+)\.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
+
+OnFault = Callable[[str, UserError], None]  # (file, tensor or layer, what is wrong with it)
 
 
 @dataclass(frozen=True)
@@ -56,26 +58,41 @@ class Index:
     notices: tuple[Notice, ...] = ()
 
 
-def open_index(folder: Path | str) -> Index:
-    """Read the JSON files and every header of `folder`. UserError names the file and the tensor at fault."""
+def open_index(folder: Path | str, on_fault: OnFault = stop) -> Index:
+    """Read the JSON files and every header of `folder`. UserError names the file and the tensor at fault.
+
+    on_fault: is given faults of single files and tensors; where it returns, the rest is read without them.
+    """
     folder = Path(folder)
-    files = select_files(folder)
+    files = select_files(folder, on_fault)
     notices, mapping = list(files.notices), files.weight_map
     config = _config(folder / "config.json")
     tensors: dict[str, Located] = {}
+    lost: set[str] = set()  # files that cannot be read
+
+    def header(name: str) -> dict[str, Located]:
+        try:
+            return read_header(folder / name)
+        except UserError as e:
+            lost.add(name)
+            on_fault(name, UserError(str(e), e.code or "unreadable-file"))
+            return {}
+
     for name in files.named:
-        _merge(tensors, read_header(folder / name))
+        _merge(tensors, header(name), on_fault)
     for name in files.extra:
-        found = read_header(folder / name)
+        found = header(name)
+        if name in lost:
+            continue
         if mapping is not None and found.keys() <= tensors.keys():
             notices.append(Notice("duplicate-file", name, "not read: the files of the index hold all of its tensors"))
             continue
-        _merge(tensors, found)
+        _merge(tensors, found, on_fault)
         notices.append(Notice("extra-shard", name, f"read too: {len(found)} tensors beside the main weights"))
     if mapping is not None:
-        _compare(mapping, tensors, notices)
+        _compare({t: f for t, f in mapping.items() if f not in lost}, tensors, notices, on_fault)
     if not tensors:
-        raise UserError(f"{folder}: the safetensors files hold no tensors")
+        on_fault(str(folder), UserError(f"{folder}: the safetensors files hold no tensors", "missing"))
     return Index(
         folder,
         config,
@@ -86,14 +103,30 @@ def open_index(folder: Path | str) -> Index:
     )
 
 
-def modules(index: Index, canonical: Callable[[str], str]) -> dict[str, dict[str, Located]]:
+def sees_tensors(folder: Path) -> bool:
+    """False for a folder of JSON alone, for `open_documents`; whatever else is there is for `open_index` to judge."""
+    return not folder.is_dir() or any(folder.glob("*.safetensors")) or not (folder / "config.json").is_file()
+
+
+def open_documents(folder: Path | str) -> Index:
+    """The JSON files of a folder without weights: an Index that has no tensors. UserError without a config.json."""
+    folder = Path(folder)
+    quantization = folder / "hf_quant_config.json"
+    notice = Notice("tensors-not-seen", "*.safetensors", "none here: formats are what the JSON claims, unchecked")
+    quant = _config(quantization) if quantization.is_file() else None
+    return Index(folder, _config(folder / "config.json"), quant, {}, {}, (notice,))
+
+
+def modules(index: Index, canonical: Callable[[str], str], on_fault: OnFault = stop) -> dict[str, dict[str, Located]]:
     """Tensors by canonical module and leaf (the last dotted part). UserError when two raw names become one."""
     out: dict[str, dict[str, Located]] = {}
     for name, tensor in index.tensors.items():
         module, _, leaf = canonical(name).rpartition(".")
         leaves = out.setdefault(module, {})
         if leaf in leaves:
-            raise UserError(f"tensors {leaves[leaf].name} and {name} are two names for one weight; remove one of them")
+            text = f"tensors {leaves[leaf].name} and {name} are two names for one weight; remove one of them"
+            on_fault(name, UserError(text, "duplicate"))
+            continue
         leaves[leaf] = tensor
     return out
 
@@ -112,7 +145,7 @@ class Files:
     notices: tuple[Notice, ...]
 
 
-def select_files(folder: Path) -> Files:
+def select_files(folder: Path, on_fault: OnFault = stop) -> Files:
     """Which files of `folder` are the checkpoint, by name alone. UserError when one is missing."""
     if folder.is_file():
         raise UserError(f"{folder}: this is a file; give the folder that holds config.json and the safetensors files")
@@ -129,9 +162,10 @@ def select_files(folder: Path) -> Files:
         missing = [n for n in named if not os.path.exists(folder / n)]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise UserError(
-                f"{folder}: {one_line(missing[0])}{more} is named by {INDEX_NAME} but missing; download it again"
-            )
+            text = f"{folder}: {one_line(missing[0])}{more} is named by {INDEX_NAME} but missing; download it again"
+            on_fault(missing[0], UserError(text, "missing-file"))
+            named = [n for n in named if n not in missing]
+            mapping = {t: f for t, f in mapping.items() if f not in missing}
         extra = [n for n in found if n not in named and (MAIN.fullmatch(n) or EXTRA.fullmatch(n))]
     else:
         named = [n for n in found if MAIN.fullmatch(n)]
@@ -142,7 +176,7 @@ def select_files(folder: Path) -> Files:
                 raise UserError(f"{folder}: holds {pickles[0]} but fp4ward reads safetensors only; convert it first")
             other = f" (only {found[0]})" if found else ""
             raise UserError(f"{folder}: no model.safetensors and no model-00001-of-... shards are here{other}")
-        _complete(folder, named)
+        _complete(folder, named, on_fault)
     if "config.json" not in names:
         raise UserError(f"{folder}: config.json is missing, so the architecture is unknown; is the download complete?")
     text = "not read: its name is not one of a checkpoint's weights (model*, mtp*, extra*, or what an index names)"
@@ -151,7 +185,7 @@ def select_files(folder: Path) -> Files:
     return Files(tuple(named), tuple(extra), tuple(documents), mapping, tuple(ignored))
 
 
-def _complete(folder: Path, names: Iterable[str]) -> None:
+def _complete(folder: Path, names: Iterable[str], on_fault: OnFault) -> None:
     """Numbered shards are all there and of one set."""
     sets: dict[str, dict[str, set[int]]] = {}
     for name in names:
@@ -161,12 +195,13 @@ def _complete(folder: Path, names: Iterable[str]) -> None:
     for stem, by_count in sets.items():
         if len(by_count) > 1:
             a, b = sorted(by_count)[:2]
-            raise UserError(f"{folder}: shards of two sets ({stem}-...-of-{a} and -of-{b}) are here; remove one set")
+            text = f"{folder}: shards of two sets ({stem}-...-of-{a} and -of-{b}) are here; remove one set"
+            on_fault(f"{stem}-...-of-{a}", UserError(text, "duplicate"))
         for n, have in by_count.items():
             lacking = next((i for i in range(1, int(n) + 1) if i not in have), None)
             if lacking is not None:
                 file = f"{stem}-{lacking:0{len(n)}d}-of-{n}.safetensors"
-                raise UserError(f"{folder}: shard {file} is missing; download it again")
+                on_fault(file, UserError(f"{folder}: shard {file} is missing; download it again", "missing-file"))
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -183,16 +218,18 @@ def _weight_map(path: Path) -> dict[str, str]:
     return mapping
 
 
-def _compare(mapping: Mapping[str, str], tensors: Mapping[str, Located], notices: list[Notice]) -> None:
+def _compare(
+    mapping: Mapping[str, str], tensors: Mapping[str, Located], notices: list[Notice], on_fault: OnFault
+) -> None:
     """The index against what the shards really hold: the shards decide, but a promised tensor must be there."""
     held = {name: t.file.name for name, t in tensors.items()}
     for name, file in mapping.items():
         if name not in held:
-            raise UserError(f"{file}: tensor {shown(name)} is missing, though {INDEX_NAME} says it is there")
-        if held[name] != file:
-            raise UserError(
-                f"tensor {name} is in {held[name]}, though {INDEX_NAME} says {file}; one of the two is stale"
-            )
+            text = f"{file}: tensor {shown(name)} is missing, though {INDEX_NAME} says it is there"
+            on_fault(name, UserError(text, "missing"))
+        elif held[name] != file:
+            text = f"tensor {name} is in {held[name]}, though {INDEX_NAME} says {file}; one of the two is stale"
+            on_fault(name, UserError(text, "index-stale"))
     files = set(mapping.values())
     unnamed = [name for name, file in held.items() if name not in mapping and file in files]
     if unnamed:
@@ -200,11 +237,13 @@ def _compare(mapping: Mapping[str, str], tensors: Mapping[str, Located], notices
         notices.append(Notice("unindexed-tensors", INDEX_NAME, text))
 
 
-def _merge(tensors: dict[str, Located], found: Mapping[str, Located]) -> None:
-    for name in tensors.keys() & found.keys():
+def _merge(tensors: dict[str, Located], found: Mapping[str, Located], on_fault: OnFault) -> None:
+    """The first file that holds a tensor counts."""
+    for name in sorted(tensors.keys() & found.keys()):
         a, b = tensors[name].file.name, found[name].file.name
-        raise UserError(f"tensor {name} is in both {a} and {b}; remove the file that does not belong here")
-    tensors.update(found)
+        text = f"tensor {name} is in both {a} and {b}; remove the file that does not belong here"
+        on_fault(name, UserError(text, "duplicate"))
+    tensors.update({name: t for name, t in found.items() if name not in tensors})
 
 
 # ---- one file -------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def load(
                 tensors[slot.name] = weight
             if progress is not None:
                 progress(done, total, slot.name)
-        kv = {layer: _kv_scales(reader, scales) for layer, scales in assigned.kv.items()}
+        kv = {layer: kv_scales(reader, scales) for layer, scales in assigned.kv.items()}
     for slot in slots:
         if slot.name in assigned.aliases:
             tensors[slot.name] = _share_tied(tensors[assigned.aliases[slot.name]], slot, rank, ranks)
@@ -105,7 +105,7 @@ def load(
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress | None]:
+def progress_bar(what: str = "loading") -> Iterator[Progress | None]:
     """A `progress` for load that draws bytes and rate on stderr; None when stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
@@ -114,9 +114,9 @@ def progress_bar() -> Iterator[Progress | None]:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading", total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total, _name: bar.update(task, completed=done, total=total)
 
 
@@ -292,17 +292,23 @@ def _load_nvfp4(reader: Reader, piece: Piece, out: Weight, cut: Cut, base: int, 
     groups = [(start // NVFP4_GROUP, stop // NVFP4_GROUP) for start, stop in cut.columns]
     _copy(reader, packed, columns // 2, out.parts["packed"], base, Cut(cut.rows, halves))
     _copy(reader, block, columns // NVFP4_GROUP, out.parts["block_scale"], base, Cut(cut.rows, groups), check)
-    source = _at(global_)
-    value = reader.value(source, piece.lead if math.prod(source.shape) > 1 else 0)
-    if global_.reciprocal:
-        # Dividing in f64 and rounding once more is the correctly rounded f32 quotient.
-        value = float(torch.tensor(1 / value if value else math.inf, dtype=torch.float32))
+    source, value = _at(global_), global_value(reader, global_, piece.lead)
     zero = False
     if expert and not (math.isfinite(value) and value > 0):  # on every rank alike: look at all rows of this expert
         rows = stored.shape[-2] * piece.lead, stored.shape[-2] * (piece.lead + 1)
         zero = all(check(chunk) for chunk in reader.chunks(block, columns // NVFP4_GROUP, *rows))
     value = nvfp4.check_global(source.name, value, all_zero_blocks=zero, expert=expert)
     out.parts["global_scale"].fill_(value)
+
+
+def global_value(reader: Reader, component: Component, lead: int) -> float:
+    """The multiplier that a stored global scale, or entry `lead` of several, means."""
+    source = _at(component)
+    value = reader.value(source, lead if math.prod(source.shape) > 1 else 0)
+    if component.reciprocal:
+        # Dividing in f64 and rounding once more is the correctly rounded f32 quotient.
+        value = float(torch.tensor(1 / value if value else math.inf, dtype=torch.float32))
+    return value
 
 
 def _copy(
@@ -373,13 +379,14 @@ def _check_fp8_scale(reader: Reader, stored: Stored, out: Weight) -> None:
             raise
 
 
-def _kv_scales(reader: Reader, scales: dict[str, Located]) -> tuple[float, float]:
+def kv_scales(reader: Reader, scales: dict[str, Located]) -> tuple[float, float]:
     """(k, v) of one layer; 1.0 for what is not stored."""
     found = {"k_scale": 1.0, "v_scale": 1.0}
     for leaf, source in scales.items():
         found[leaf] = reader.value(source)
         if not (math.isfinite(found[leaf]) and found[leaf] > 0):
-            raise UserError(f"tensor {source.name}: a KV-cache scale of {found[leaf]}; it must be finite and positive")
+            text = f"tensor {source.name}: a KV-cache scale of {found[leaf]}; it must be finite and positive"
+            raise UserError(text, "kv-scale")
     return found["k_scale"], found["v_scale"]
 
 

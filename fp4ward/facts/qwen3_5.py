@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4ward.errors import UserError, shown
 from fp4ward.facts import PagedKv, Recurrent, StateSpec, model_class, token_ids
-from fp4ward.parallel.placement import Experts, Replicate, Shard, Slot
+from fp4ward.parallel.placement import Experts, Replicate, Shard, Slot, cut
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 # Parts of the checkpoint that the text model leaves out on purpose, with the reason that is shown.
 LEFT_OUT = {"visual": "vision tower: text only", "mtp": "multi-token prediction head: not used yet"}
+# What multi-token prediction has beside layers `mtp.layers.N`, which are like a layer of full attention.
+DRAFT = ("mtp.fc", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
 # Keys whose default we do not know to be harmless: any other value is another model.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -267,11 +269,29 @@ def _linear_attention(cfg: Config, p: str) -> list[Slot]:
     ]
 
 
-def state_spec(cfg: Config) -> list[StateSpec]:
-    """One entry a layer: what it keeps of the past."""
-    ssm = (cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
-    recurrent = Recurrent(conv=(cfg.conv_dim, cfg.linear_conv_kernel_dim - 1), ssm=ssm)
-    paged = PagedKv(cfg.num_key_value_heads, cfg.head_dim)
+def state_spec(cfg: Config, rank: int = 0, ranks: int = 1) -> list[StateSpec]:
+    """One entry a layer: what `rank` of `ranks` keeps of the past. UserError where the heads cannot be cut so."""
+
+    def share(heads: int, on_short: str = "error") -> tuple[int, int]:
+        return cut(heads, 1, rank, ranks, on_short)
+
+    kinds, queries = set(cfg.layer_types), cfg.num_attention_heads // cfg.num_key_value_heads
+    paged, recurrent = PagedKv(cfg.num_key_value_heads, cfg.head_dim), Recurrent((0, 0), ())
+    if "full_attention" in kinds and ranks > 1:
+        (q0, q1), (k0, k1) = share(cfg.num_attention_heads), share(cfg.num_key_value_heads, "replicate")
+        # What attention computes: query head i of a rank reads its KV head i // (its query heads / its KV heads).
+        group = (q1 - q0) // (k1 - k0)
+        if (q1 - q0) % (k1 - k0) or any((q0 + i) // queries != k0 + i // group for i in range(q1 - q0)):
+            raise UserError(
+                f"{cfg.num_attention_heads} query heads and {cfg.num_key_value_heads} KV heads cannot be cut over "
+                f"{ranks} ranks: queries {q0}..{q1 - 1} of rank {rank} need others than its KV heads {k0}..{k1 - 1}"
+            )
+        paged = PagedKv(k1 - k0, cfg.head_dim)
+    if "linear_attention" in kinds:
+        first, last = share(cfg.linear_num_key_heads)
+        keys, values = last - first, (last - first) * (cfg.linear_num_value_heads // cfg.linear_num_key_heads)
+        dk, dv = cfg.linear_key_head_dim, cfg.linear_value_head_dim
+        recurrent = Recurrent((2 * keys * dk + values * dv, cfg.linear_conv_kernel_dim - 1), (values, dk, dv))
     return [recurrent if kind == "linear_attention" else paged for kind in cfg.layer_types]
 
 
@@ -280,3 +300,25 @@ def kv_scale_layer(module: str) -> int | None:
     compressed-tensors both under self_attn. None for any other module."""
     m = re.fullmatch(r"layers\.(\d+)\.self_attn(?:\.[kv]_proj)?", module)
     return int(m[1]) if m else None
+
+
+def tiny(cfg: Config, ranks: int) -> Config:
+    """The same architecture with as little of it as shows how it is cut over `ranks`: one layer of each kind, all its
+    heads, and widths of one unit a rank."""
+    width = 16 * ranks
+    moe = cfg.num_experts > 0
+    return replace(
+        cfg,
+        vocab_size=width,
+        hidden_size=32,
+        layer_types=tuple(dict.fromkeys(cfg.layer_types)),
+        head_dim=8,
+        rotary_dim=4,
+        linear_key_head_dim=4,
+        linear_value_head_dim=4,
+        num_experts=4 if moe else 0,
+        num_experts_per_tok=2 if moe else 0,
+        moe_intermediate_size=width if moe else 0,
+        shared_expert_intermediate_size=width if moe else 0,
+        intermediate_size=0 if moe else width,
+    )

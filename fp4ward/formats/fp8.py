@@ -7,6 +7,8 @@ against. Legend: N rows, K columns, `...` any leading dimensions, S scales a row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -119,25 +121,41 @@ def check_scale(name: str, scale: Tensor, data: Tensor) -> None:
 
     Exporters write amax/448, so an all-zero row has scale 0; a zero scale over other codes would erase weights.
     """
+    if check_finite(name, scale):
+        *lead, n, k = data.shape
+        erased = erased_by(expand_scale(scale, n, k, tuple(lead)), data)
+        if bool(erased.any()):
+            raise erases(name, first_index(erased))
+
+
+def erased_by(wide: Tensor, data: Tensor) -> Tensor:
+    """Where a scale of zero, as expand_scale gives it, lies over a code that is not zero. [...,N,K]"""
+    zero = wide == 0
+    if zero.shape[-1] > 1:
+        zero = zero.repeat_interleave(FP8_BLOCK, -1)[..., : data.shape[-1]]
+    return zero & ((data.view(torch.uint8) & 0x7F) != 0)
+
+
+def check_finite(name: str, scale: Tensor) -> bool:
+    """True when a scale is zero. UserError unless all are finite and not negative."""
     wide = scale.float()
     bad = ~(torch.isfinite(wide) & (wide >= 0))
     if bool(bad.any()):
         where = first_index(bad)
         raise UserError(
             f"tensor {name}: FP8 scale {float(wide[where])} at {list(where)}; scales must be finite and positive, "
-            f"export the checkpoint again"
+            f"export the checkpoint again",
+            "fp8-scale",
         )
-    if bool((wide == 0).any()):
-        *lead, n, k = data.shape
-        zero = expand_scale(scale, n, k, tuple(lead)) == 0
-        if zero.shape[-1] > 1:
-            zero = zero.repeat_interleave(FP8_BLOCK, -1)[..., :k]
-        erased = zero & ((data.view(torch.uint8) & 0x7F) != 0)
-        if bool(erased.any()):
-            raise UserError(
-                f"tensor {name}: FP8 scale 0 erases the weight at {list(first_index(erased))}, whose code is not zero; "
-                f"export the checkpoint again"
-            )
+    return bool((wide == 0).any())
+
+
+def erases(name: str, where: Sequence[int]) -> UserError:
+    return UserError(
+        f"tensor {name}: FP8 scale 0 erases the weight at {list(where)}, whose code is not zero; export the checkpoint "
+        f"again",
+        "fp8-scale",
+    )
 
 
 def first_index(mask: Tensor) -> tuple[int, ...]:

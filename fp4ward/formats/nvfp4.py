@@ -161,5 +161,6 @@ def check_global(name: str, value: float, *, all_zero_blocks: bool, expert: bool
         return 0.0
     raise UserError(
         f"tensor {name}: the global scale is {value}; it must be finite and positive, so the checkpoint is damaged: "
-        f"export it again"
+        f"export it again",
+        "global-scale",
     )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fp4ward.errors import UserError
+from fp4ward.errors import UserError, stop
 from fp4ward.formats.formats import NVFP4_GROUP, Format, Stored
 
 HF_FILE, CONFIG_FILE = "hf_quant_config.json", "config.json"
@@ -404,7 +404,9 @@ def _compile(regex: str, text: str, source: str) -> re.Pattern[str]:
 
 
 # ---- claims and tensors ----------------------------------------------------------------------------------------------
-def settle(scheme: Scheme, stored: Mapping[str, Stored]) -> tuple[dict[str, Format], list[Notice]]:
+def settle(
+    scheme: Scheme, stored: Mapping[str, Stored], on_fault: Callable[[str, UserError], None] = stop
+) -> tuple[dict[str, Format], list[Notice]]:
     """Final format of every module, its activation decided, and what the JSON has wrong.
 
     stored: canonical module -> `recognise`'s answer, for the whole checkpoint (vision and MTP too). The storage format
@@ -427,7 +429,8 @@ def settle(scheme: Scheme, stored: Mapping[str, Stored]) -> tuple[dict[str, Form
         names = {formats[m].name: m for m in members}
         if len(names) > 1:
             (a, m), (b, n), *_ = names.items()
-            raise UserError(f"experts of one layer must share a format, but {m} is stored as {a} and {n} as {b}")
+            text = f"experts of one layer must share a format, but {m} is stored as {a} and {n} as {b}"
+            on_fault(f"{experts}.*.{last}", UserError(text, "experts-differ"))
         if len({formats[m] for m in members}) > 1:  # one kernel reads the stack
             formats.update({m: formats[m].with_activation("none") for m in members})
             text = "only some experts have quantized activations; all of them run weight-only"

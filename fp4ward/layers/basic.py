@@ -5,17 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp4ward.errors import UserError
 from fp4ward.formats.weight import Weight
 from fp4ward.kernels import norm, rope
-from fp4ward.parallel.placement import LOCAL, OpTypes, R, S
+from fp4ward.parallel.placement import LOCAL, OpTypes, Placement, R, Replicate, S
 
 
 class Embedding:
-    """Rows of a table [V, H] in any stored format, as `dtype`. Token ids are replicated, so is the result."""
+    """Rows of a table [V, H] in any stored format, as `dtype`. Token ids are replicated, and so is the result.
+
+    UserError for a table that is cut: the rows of other ranks' tokens would be missing.
+    """
 
     types = LOCAL
 
-    def __init__(self, table: Weight, dtype: torch.dtype) -> None:
+    def __init__(self, table: Weight, placement: Placement, dtype: torch.dtype) -> None:
+        if not isinstance(placement, Replicate):
+            raise UserError("the embedding table must be whole on every rank")
         self.table = table
         self.dtype = dtype
 
@@ -54,6 +60,27 @@ class GatedHeadNorm:
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         return norm.gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+class SplitHeads:
+    """[T, N*D] -> [T, N, D]; heads may be sharded."""
+
+    types = OpTypes((S(1),), S(1))
+
+    def __init__(self, head_dim: int) -> None:
+        self.head_dim = head_dim
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self.head_dim)
+
+
+class MergeHeads:
+    """[T, N, D] -> [T, N*D]; heads may be sharded."""
+
+    types = OpTypes((S(1),), S(1))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
 
 
 class Rope:

@@ -8,15 +8,18 @@ from torch import Tensor
 
 from fp4ward.formats.weight import Weight
 from fp4ward.kernels import experts
-from fp4ward.parallel.placement import OpTypes, P, R
+from fp4ward.parallel.placement import Placement, experts_types
 
 
 class RoutedExperts:
-    """x [T, H], router logits [T, E] -> [T, H]: partial, as experts or their widths are spread over ranks."""
+    """x [T, H], router logits [T, E] -> [T, H]: a partial sum where experts or their widths are spread over ranks."""
 
-    types = OpTypes((R, R), P)
-
-    def __init__(self, gate: Weight, up: Weight, down: Weight, top_k: int) -> None:
+    def __init__(
+        self, name: str, gate: Weight, up: Weight, down: Weight, placements: tuple[Placement, ...], top_k: int
+    ) -> None:
+        """placements: of gate, up and down."""
+        self.name = name
+        self.types = experts_types(name, placements)
         self.gate = gate
         self.up = up
         self.down = down

@@ -25,7 +25,7 @@ from torch.nn import functional
 from fp4ward.facts.qwen3_5 import Config, weights
 from fp4ward.formats.weight import Weight
 from fp4ward.layers.attention import PagedAttention
-from fp4ward.layers.basic import Embedding, GatedHeadNorm, HeadNorm, RMSNorm, Rope
+from fp4ward.layers.basic import Embedding, GatedHeadNorm, HeadNorm, MergeHeads, RMSNorm, Rope, SplitHeads
 from fp4ward.layers.experts import RoutedExperts
 from fp4ward.layers.gated_delta import GatedDelta
 from fp4ward.layers.linear import Linear
@@ -78,16 +78,16 @@ class GatedAttention:
         self.q_norm, self.k_norm = parts.head_norm(f"{prefix}q_norm"), parts.head_norm(f"{prefix}k_norm")
         self.rope = Rope(cfg.rotary_dim, cfg.rope_theta, parts.dtype, device)
         self.attention = PagedAttention(cfg.head_dim)
+        self.pairs, self.heads, self.merge = SplitHeads(2 * cfg.head_dim), SplitHeads(cfg.head_dim), MergeHeads()
 
     def __call__(self, x_TH: Tensor, step: Step, cache: KvCache) -> Tensor:
-        t, d = x_TH.shape[0], self.head_dim
-        q, gate = self.q_proj(x_TH).view(t, -1, 2 * d).split(d, dim=-1)
-        k = self.k_norm(self.k_proj(x_TH).view(t, -1, d))
-        v = self.v_proj(x_TH).view(t, -1, d)
+        q, gate = self.pairs(self.q_proj(x_TH)).split(self.head_dim, dim=-1)
+        k = self.k_norm(self.heads(self.k_proj(x_TH)))
+        v = self.heads(self.v_proj(x_TH))
         q = self.rope(self.q_norm(q), step.positions)
         k = self.rope(k, step.positions)
         out = self.attention(q, k, v, step, cache)
-        return self.o_proj((out * gate.sigmoid()).reshape(t, -1))
+        return self.o_proj(self.merge(out * gate.sigmoid()))
 
 
 class GatedDeltaNet:
@@ -99,6 +99,7 @@ class GatedDeltaNet:
         self.in_proj_a, self.in_proj_b = parts.linear(f"{prefix}in_proj_a"), parts.linear(f"{prefix}in_proj_b")
         self.out_proj = parts.linear(f"{prefix}out_proj")
         self.norm = GatedHeadNorm(parts.tensor(f"{prefix}norm.weight"), cfg.rms_norm_eps)
+        self.heads, self.merge = SplitHeads(cfg.linear_value_head_dim), MergeHeads()
         self.delta = GatedDelta(
             parts.tensor(f"{prefix}conv1d.weight")[:, 0],
             parts.tensor(f"{prefix}A_log"),
@@ -110,8 +111,7 @@ class GatedDeltaNet:
 
     def __call__(self, x_TH: Tensor, step: Step, state: RecurrentState) -> Tensor:
         o = self.delta(self.in_proj_qkv(x_TH), self.in_proj_a(x_TH), self.in_proj_b(x_TH), step, state)
-        z = self.in_proj_z(x_TH).view(o.shape)
-        return self.out_proj(self.norm(o, z).flatten(1))
+        return self.out_proj(self.merge(self.norm(o, self.heads(self.in_proj_z(x_TH)))))
 
 
 class Mlp:
@@ -132,8 +132,10 @@ class MoE:
         self.gate = parts.linear(f"{prefix}gate")
         self.shared_expert_gate = parts.linear(f"{prefix}shared_expert_gate")
         self.shared_expert = Mlp(parts, f"{prefix}shared_expert.")
-        gate, up, down = (parts.weight(f"{prefix}experts.{p}_proj") for p in ("gate", "up", "down"))
-        self.experts = RoutedExperts(gate, up, down, parts.cfg.num_experts_per_tok)
+        names = [f"{prefix}experts.{p}_proj" for p in ("gate", "up", "down")]
+        gate, up, down = (parts.weight(name) for name in names)
+        placements = tuple(parts.placement[name] for name in names)
+        self.experts = RoutedExperts(f"{prefix}experts", gate, up, down, placements, parts.cfg.num_experts_per_tok)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         routed = self.experts(x_TH, self.gate(x_TH))
@@ -160,7 +162,7 @@ class Model:
         self.dtype = dtype
         self.device = table.device
         self.group = group
-        self.embed_tokens = Embedding(table, dtype)
+        self.embed_tokens = Embedding(table, parts.placement["embed_tokens"], dtype)
         self.layers = [self._layer(parts, i, kind) for i, kind in enumerate(cfg.layer_types)]
         self.norm = parts.norm("norm")
         self.lm_head = parts.linear("lm_head")  # the embedding's memory where they are tied

@@ -128,3 +128,16 @@ def linear_types(placement: Placement) -> OpTypes:
     if isinstance(placement, Shard):
         return COLUMN if placement.dim == 0 else ROW
     return LOCAL
+
+
+def experts_types(name: str, placements: tuple[Placement, ...]) -> OpTypes:
+    """Types of x, router logits -> sum of the chosen experts.
+
+    placements: of gate and up (cut along their rows) and down (along its columns). UserError when they do not compose.
+    """
+    if all(isinstance(p, Replicate) for p in placements):
+        return OpTypes((R, R), R)
+    cuts = [p.inner.dim if isinstance(p, Experts) and isinstance(p.inner, Shard) else None for p in placements]
+    if cuts != [0, 0, 1]:
+        raise UserError(f"{name}: gate and up cut along their rows and down along its columns is expected, not {cuts}")
+    return OpTypes((R, R), P)

@@ -11,17 +11,13 @@ from fp4ward.config import EngineConfig
 from fp4ward.errors import UserError
 from fp4ward.facts import StateSpec
 from fp4ward.kernels.linear import wide
+from fp4ward.memory import page_bytes, pages
 from fp4ward.runtime.pool import Pool
 from fp4ward.runtime.request import Request, SamplingParams, generator
 from fp4ward.runtime.runner import Forward, Runner
 from fp4ward.runtime.sampler import prompt_logprobs, sample
 from fp4ward.runtime.scheduler import Limits, Scheduler, Work
-from fp4ward.runtime.state import State, page_bytes, slot_bytes
-
-# Cache size where the user names none: what max_num_seqs full sequences need, but no more than this on a CPU, and on a
-# GPU no more than this share of what the weights left free (the rest is for activations).
-CPU_CACHE_BYTES = 4 << 30
-GPU_CACHE_SHARE = 0.8
+from fp4ward.runtime.state import State
 
 
 class Engine:
@@ -41,13 +37,13 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.seed = config.seed
-        pages = _pages(spec, config, model.device, model.dtype)
+        count = _pages(spec, config, model.device)
         slots = config.max_num_seqs
-        length = min(config.max_model_len, pages * config.block_size)
+        length = min(config.max_model_len, count * config.block_size)
         self.limits = Limits(slots, config.max_num_batched_tokens, length, config.block_size)
         state = State.allocate(
             spec,
-            pages=pages,
+            pages=count,
             page_size=config.block_size,
             slots=slots,
             dtype=model.dtype,
@@ -56,7 +52,7 @@ class Engine:
             kv_scales=kv_scales,
         )
         self.runner = Runner(model, state)
-        self.scheduler = Scheduler(self.limits, Pool(pages), Pool(slots))
+        self.scheduler = Scheduler(self.limits, Pool(count), Pool(slots))
         self._count = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
@@ -159,25 +155,13 @@ def _score_prompt(request: Request, first: int, logits: Tensor) -> None:
         got += prompt_logprobs(logits[known : len(targets)], targets[known:], k)
 
 
-def _pages(spec: Sequence[StateSpec], config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
+def _pages(spec: Sequence[StateSpec], config: EngineConfig, device: torch.device) -> int:
     """How many pages of K and V to hold. UserError when not even one sequence of a page fits."""
-    assert config.max_model_len is not None
-    per_sequence = -(-config.max_model_len // config.block_size)
-    wanted = per_sequence * config.max_num_seqs
-    size = page_bytes(spec, config.block_size, config.kv_cache_dtype)
-    if size == 0:  # no attention layer: pages cost nothing
-        return wanted
-    budget = config.kv_cache_memory_bytes
-    if budget is None:
-        slots = config.max_num_seqs * slot_bytes(spec, dtype)
-        if device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE) - slots
-        else:
-            budget = CPU_CACHE_BYTES
-    pages = min(wanted, budget // size)
-    if pages < 1:
+    found, budget = pages(spec, config, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None)
+    if found < 1:
+        size = page_bytes(spec, config.block_size, config.kv_cache_dtype)
         raise UserError(
             f"the KV cache gets {max(budget, 0) / 2**20:.0f} MiB, but one page of {config.block_size} tokens takes "
             f"{size / 2**20:.2f} MiB; raise --kv-cache-memory-bytes or lower --max-num-seqs"
         )
-    return pages
+    return found

@@ -14,6 +14,7 @@ from fp4ward.errors import UserError
 from fp4ward.facts import PagedKv, StateSpec
 from fp4ward.kernels.linear import wide
 from fp4ward.layers.step import KvCache, RecurrentState
+from fp4ward.memory import page_bytes, slot_bytes
 
 KV_DTYPES = {
     "fp8": torch.float8_e4m3fn,
@@ -22,22 +23,6 @@ KV_DTYPES = {
     "f32": torch.float32,
     "f64": torch.float64,
 }
-
-
-def page_bytes(spec: Sequence[StateSpec], page_size: int, kv_dtype: str) -> int:
-    """Bytes of one page over all attention layers."""
-    item = KV_DTYPES[kv_dtype].itemsize
-    return sum(2 * page_size * s.heads * s.head_dim * item for s in spec if isinstance(s, PagedKv))
-
-
-def slot_bytes(spec: Sequence[StateSpec], dtype: torch.dtype) -> int:
-    """Bytes of one sequence's recurrent state over all recurrent layers."""
-    total = 0
-    for s in spec:
-        if not isinstance(s, PagedKv):
-            n, dk, dv = s.ssm
-            total += s.conv[0] * s.conv[1] * dtype.itemsize + n * dk * dv * wide(dtype).itemsize
-    return total
 
 
 @dataclass
@@ -72,7 +57,9 @@ class State:
                     ssm = torch.empty((slots, *s.ssm), dtype=wide(dtype), device=device)
                     layers.append(RecurrentState(conv, ssm))
         except (RuntimeError, MemoryError) as e:
-            need = pages * page_bytes(spec, page_size, kv_dtype) + slots * slot_bytes(spec, dtype)
+            need = pages * page_bytes(spec, page_size, kv_dtype) + slots * slot_bytes(
+                spec, str(dtype).removeprefix("torch.")
+            )
             raise UserError(
                 f"the cache needs {need / 2**30:.2f} GiB, which {device} does not have; "
                 f"lower --max-num-seqs, --max-model-len or --kv-cache-memory-bytes"

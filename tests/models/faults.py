@@ -44,8 +44,8 @@ def swap_gate_and_up(tensors: Tensors) -> None:
 
 
 def double_a_global(tensors: Tensors) -> None:
-    """Of the last full-attention layer's output projection: one weight of 434."""
-    name = max((n for n in tensors if n.endswith("self_attn.o_proj")), key=lambda n: int(n.split(".")[1]))
+    """Of the first full-attention layer's output projection: one weight of 434."""
+    name = min((n for n in tensors if n.endswith("self_attn.o_proj")), key=lambda n: int(n.split(".")[1]))
     w = tensors[name]
     tensors[name] = dataclasses.replace(w, parts={**w.parts, "global_scale": 2 * w.parts["global_scale"]})
 

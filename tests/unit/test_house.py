@@ -41,6 +41,14 @@ RULES = {
     "environment": Rule(("__init__",), ("torch",)),
     "errors": Rule(),
     "config": Rule(),
+    "hardware": Rule(),
+    "memory": Rule(("config", "facts", "hardware", "kernels.specs", "pieces")),
+    "pieces": Rule(
+        ("facts", "kernels.specs", "checkpoint.assign", "checkpoint.index", "formats.formats", "formats.scheme")
+        + ("parallel.placement",)
+    ),
+    "plan": Rule(("config", "memory", "pieces", "hardware", "kernels.specs", "formats.scheme")),
+    "plan_text": Rule(("plan", "pieces", "hardware")),
     "llm": Rule(
         ("config", "checkpoint", "facts", "formats", "models", "runtime", "serve.template", "serve.text"), ("torch",)
     ),
@@ -50,13 +58,19 @@ RULES = {
     "formats.scheme": Rule(("formats.formats",)),
     "parallel": Rule(("parallel",), ("torch",)),
     "parallel.placement": Rule(),
+    "parallel.typed": Rule(("facts", "formats", "layers.step", "parallel.placement"), ("torch", "spmd_types")),
     "checkpoint": Rule(("checkpoint", "formats", "parallel"), ("torch", "huggingface_hub", "rich")),
     "checkpoint.index": Rule(("formats.formats", "formats.scheme")),
+    "checkpoint.assign": Rule(("checkpoint.index", "formats.formats", "formats.scheme", "parallel.placement")),
     "kernels": Rule(("kernels", "formats"), ("torch",)),
+    "kernels.triton_linear": Rule(("kernels", "formats"), ("torch", "triton")),
+    "kernels.triton_experts": Rule(("kernels", "formats"), ("torch", "triton")),
+    "kernels.specs": Rule(("formats.formats", "hardware")),
     "layers": Rule(("layers", "kernels", "formats", "parallel"), ("torch",)),
     "models": Rule(("models", "layers", "facts", "parallel.collectives", "formats.weight"), ("torch",)),
     "runtime": Rule(
-        ("runtime", "config", "checkpoint", "facts", "formats", "kernels", "layers", "models", "parallel"), ("torch",)
+        ("runtime", "config", "memory", "checkpoint", "facts", "formats", "kernels", "layers", "models", "parallel"),
+        ("torch",),
     ),
     "runtime.pool": Rule(),
     "runtime.request": Rule(),
@@ -163,6 +177,7 @@ FREE_OF_TORCH = sorted(
     for m in MODULES
     if m in ("__init__", "cli", "flags", "config", "errors", "environment", "runtime.request", "runtime.scheduler")
     or m in ("formats.formats", "formats.scheme", "parallel.placement", "checkpoint.index", "checkpoint.hub")
+    or m in ("hardware", "memory", "pieces", "plan", "plan_text", "kernels.specs", "checkpoint.assign")
     or within(m, "facts")
 )
 
@@ -210,14 +225,14 @@ def test_nothing_from_a_checkpoint_is_run() -> None:
 
 # --- size -------------------------------------------------------------------------------------------------------------
 
-PACKAGE_LINES = 9000
+PACKAGE_LINES = 9300  # of the engine; evals/ is a tool that uses it. Raised only with a reason in docs/LOG.md
 FILE_LINES = 500
-LONG_FILES: dict[str, str] = {}  # path in the package -> why it is longer than FILE_LINES
+LONG_FILES = {"cli.py": "one short function a command, and nothing else may read the command line"}  # path -> reason
 
 
 def test_the_package_stays_small() -> None:
     lines = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in sources()}
-    assert sum(lines.values()) <= PACKAGE_LINES
+    assert sum(n for name, n in lines.items() if not name.startswith("evals/")) <= PACKAGE_LINES
     too_long = {name: n for name, n in lines.items() if n > FILE_LINES}
     assert sorted(too_long) == sorted(LONG_FILES), f"over {FILE_LINES} lines: {too_long}; with a reason: {LONG_FILES}"
 
@@ -250,9 +265,13 @@ def test_the_wheel_holds_the_whole_package_and_the_licence(tmp_path: Path) -> No
 
 def test_every_dependency_is_used_and_every_import_is_a_dependency() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    wanted = [
+        *project["dependencies"],
+        *(d for extra in ("plot", "check") for d in project["optional-dependencies"][extra]),
+    ]
     declared = {re.split(r"[>=<\[]", d)[0].replace("-", "_") for d in wanted}
     used = {name.split(".")[0] for p in sources() for _, name in imports(p)}
+    used.remove("triton")  # comes with every torch that can use it, in the one version that torch wants
     used.add("numpy")  # behind Tensor.numpy(), which the loader reads files through; torch does not require it
     assert used - set(sys.stdlib_module_names) - {"fp4ward"} == declared
 

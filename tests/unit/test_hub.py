@@ -163,3 +163,14 @@ def test_the_hub_is_imported_on_use() -> None:
     code = "import sys, fp4ward.checkpoint.hub; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert hub.HUB_NAME.fullmatch("nvidia/Qwen3.6-35B-A3B-NVFP4")
+
+
+def test_planning_downloads_no_weights(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "answer"
+    calls = online(monkeypatch, here)
+    assert resolve_model("org/model", weights=False) == here
+    assert [c["allow_patterns"] for c in calls] == [["*.json"]]
+    snapshot = fill(cache, shards=2)
+    (snapshot / "model-00002-of-00002.safetensors").unlink()  # an interrupted download is enough for a plan
+    assert resolve_model("org/model", weights=False) == snapshot and len(calls) == 1
+    assert resolve_model("org/model") == here and calls[1]["allow_patterns"] == hub.ALLOW

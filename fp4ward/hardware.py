@@ -1,0 +1,138 @@
+"""What planning needs to know about a GPU, as rows. Standard library only.
+
+Sources: NVIDIA's datasheets and architecture whitepapers, dense rates (no sparsity) with f32 accumulation; what was
+measured by us is marked and replaces the datasheet. Memory is what a program can see of it, which is less than the
+name on the box: on an H200 139.7 of "141 GB".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass, replace
+
+from fp4ward.errors import UserError, shown
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device. sm: compute capability as two digits (90 is Hopper), 0 for a CPU. memory: bytes. bandwidth: bytes/s.
+    bf16, fp8, f32: FLOP/s of products, 0 where there are no such units. fp4: whether there are FP4 tensor cores.
+    source: where bandwidth and rates come from."""
+
+    name: str
+    sm: int
+    memory: int
+    bandwidth: float
+    bf16: float
+    fp8: float
+    f32: float
+    fp4: bool = False
+    source: str = "datasheet"
+
+    @property
+    def cpu(self) -> bool:
+        return self.sm == 0
+
+    @property
+    def summary(self) -> str:
+        kind = f"SM {self.sm // 10}.{self.sm % 10}, {'' if self.fp4 else 'no '}FP4 cores"
+        rate = f"{(self.bf16 or self.f32) / 1e12:,.4g} TFLOP/s {'bf16' if self.bf16 else 'f32'}"
+        size = f"{self.memory / GIB:.1f} GiB, {self.bandwidth / 1e9:,.0f} GB/s"
+        return f"{self.name} ({'CPU' if self.cpu else kind}, {size}, {rate}; {self.source})"
+
+
+def _row(
+    name: str, sm: int, gib: float, gbs: float, bf16: float, fp8: float, f32: float, fp4: bool = False,
+    source: str = "datasheet",
+) -> Hardware:  # fmt: skip
+    return Hardware(name, sm, int(gib * GIB), gbs * 1e9, bf16 * 1e12, fp8 * 1e12, f32 * 1e12, fp4, source)
+
+
+ROWS = (
+    #    name               SM   GiB    GB/s  bf16  fp8   f32 TFLOP/s
+    _row("A100", 80, 79.1, 2039, 312, 0, 19.5),  # SXM, 80 GB
+    _row("L40S", 89, 44.4, 864, 362, 733, 91.6),
+    _row("RTX-4090", 89, 23.5, 1008, 165, 330, 82.6),  # GeForce: half rate with f32 accumulation
+    _row("H20", 90, 95.0, 4000, 148, 296, 44),
+    _row("H20-141", 90, 139.7, 4800, 148, 296, 44),
+    _row("H100", 90, 79.1, 3350, 989, 1979, 66.9),  # SXM
+    _row("H100-PCIe", 90, 79.1, 2000, 756, 1513, 51.2),
+    _row("H100-NVL", 90, 93.0, 3900, 835, 1671, 60),
+    # Datasheet 4,800 GB/s and 989 TFLOP/s. Measured 2026-11-30 with torch 2.11: a reduction over 2 GiB reads 4.47 TB/s,
+    # a bf16 product of random numbers (cuBLAS) runs at 690 to 800 TFLOP/s.
+    _row("H200", 90, 139.7, 4470, 800, 1979, 66.9, source="measured; fp8 and f32 from the datasheet"),
+    _row("GH200", 90, 95.0, 4000, 989, 1979, 66.9),
+    _row("GH200-144", 90, 142.0, 4900, 989, 1979, 66.9),
+    _row("B200", 100, 178.0, 8000, 2250, 4500, 80, fp4=True),
+    _row("B300", 103, 268.0, 8000, 2250, 4500, 77, fp4=True),
+    _row("RTX-5090", 120, 31.3, 1792, 209, 419, 104.8, fp4=True),
+    _row("RTX-PRO-6000", 120, 94.9, 1792, 504, 1008, 126, fp4=True),  # Blackwell
+    _row("GB10", 121, 119.6, 273, 125, 250, 31, fp4=True),  # memory shared with the CPU
+    # A small machine, for orders of magnitude: 16 GiB, two channels of DDR4, a few AVX2 cores.
+    _row("cpu", 0, 16.0, 20, 0, 0, 0.2, source="a small machine, assumed"),
+)
+UNITS = {"sm": 1.0, "mem": GIB, "bw": 1e9, "bf16": 1e12, "fp8": 1e12, "f32": 1e12, "fp4": 1.0}
+
+
+def parse(text: str) -> Hardware:
+    """A row by its name in any spelling ("h200", "NVIDIA H100 PCIe", "rtx5090"), numbers ("sm=90,mem=141,bw=4800,
+    bf16=989": GiB, GB/s, TFLOP/s; fp8, f32 and fp4=1 may follow), or a name with some numbers of its own
+    ("H20,mem=141,bw=4800"). UserError with what is known."""
+    name = ""
+    numbers: dict[str, float] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            if name or numbers or not key:
+                raise UserError(f"--gpu {shown(text)}: {shown(key)} is no key=number such as mem=141")
+            name = key
+            continue
+        if key not in UNITS or key in numbers or not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", value):
+            raise UserError(f"--gpu {shown(text)}: {shown(part)} is not one plain number for one of {', '.join(UNITS)}")
+        numbers[key] = float(value) * UNITS[key]
+    if name:
+        row = _named(name)
+    else:
+        missing = [key for key in ("sm", "mem", "bw", "bf16") if not numbers.get(key)]
+        if missing:
+            raise UserError(f"--gpu {shown(text)}: {missing[0]} is missing; sm, mem, bw and bf16 above 0 are needed")
+        row = Hardware("custom", 0, 0, 0.0, 0.0, 0.0, numbers["bf16"] / 15)  # of f32 units a GPU has about this share
+    for key, number in numbers.items():
+        attribute = {"mem": "memory", "bw": "bandwidth"}.get(key, key)
+        row = replace(row, **{attribute: type(getattr(row, attribute))(number)})
+    if min(row.memory, row.bandwidth, row.f32) <= 0 or row.cpu != (row.bf16 == 0):
+        raise UserError(f"--gpu {shown(text)}: memory, bandwidth and rates must be above 0, for a GPU sm and bf16 too")
+    return replace(row, source=f"{row.source}, changed by --gpu" if name else "--gpu") if numbers else row
+
+
+def _named(name: str) -> Hardware:
+    """The row whose words are all in `name`, of several the one with most ("H100 PCIe" is more than "H100")."""
+    apart = re.sub(r"(?<=\d)gb\b", "", re.sub(r"rtx|pro(?=\d)", r"\g<0> ", name.lower()))
+    words = {*re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", apart)}
+    found = [(len(parts), row) for row in ROWS if (parts := {*row.name.lower().split("-")} - {"rtx"}) <= words]
+    if not found:
+        raise UserError(
+            f"--gpu {shown(name)} is not known; known are {', '.join(row.name for row in ROWS)} (--tp says how "
+            f"many), or give numbers: sm=90,mem=141,bw=4800,bf16=989 (GiB, GB/s, TFLOP/s)"
+        )
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def detect() -> Hardware:
+    """The first GPU of this machine as the driver's own tool names it (no CUDA is started), else the CPU; its memory
+    is what is really there. UserError for a GPU without a row."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        found = re.match(r"(.+), (\d+)$", done.stdout, re.M) if done.returncode == 0 else None
+    except (OSError, subprocess.SubprocessError):
+        found = None
+    if found is None:
+        return replace(ROWS[-1], memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    row = _named(found[1])
+    # Less than the row's: another card of the name, or a part of one.
+    return replace(row, memory=min(row.memory, int(found[2]) * 2**20))

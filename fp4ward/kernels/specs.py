@@ -1,0 +1,201 @@
+"""Every kernel as a row: what it can run, what it costs, and where it was tested. Standard library only.
+
+`unfit` says in a sentence why a kernel cannot run a layer, `estimate` what it costs. A row's module is looked for
+before it is offered, so that nothing is ever planned that is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+from fp4ward.formats.formats import FORMATS, Format
+from fp4ward.hardware import Hardware
+
+TESTED, INTERPRETED = "tested on H200", "interpreted on CPU"
+NEVER_RUN, REFERENCE = "compiled, never run on this hardware", "the definition, tested on CPU"
+BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
+ITEM = {BF16: 2, F16: 2, F32: 4, F64: 8}  # bytes
+ALL_DTYPES = tuple(ITEM)
+DENSE = {"bf16": BF16, "f16": F16, "f32": F32}  # formats that torch multiplies as they are, in their own type
+
+
+@dataclass(frozen=True)
+class LayerDesc:
+    """One operation of a step, on the ranks' own shapes. Bytes and sizes are of the rank with the most.
+
+    op: "linear", "experts", "embedding", "attention" or "gated_delta". stored: formats in the checkpoint, in words.
+    formats: of its weights in memory, none for the last two ops; of experts, three where projections differ. shape:
+    logical, [N, K] or [E, I, H]; of attention (query heads, KV heads, head size), of gated_delta its state [N, Dk, Dv].
+    local: the different shapes that ranks hold, the largest first. place: in words. top_k: experts a token. scored:
+    runs only on tokens that are sampled from.
+    """
+
+    path: str
+    op: str
+    stored: str
+    formats: tuple[Format, ...]
+    shape: tuple[int, ...]
+    local: tuple[tuple[int, ...], ...]
+    place: str = "whole"
+    top_k: int = 0
+    scored: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """In memory, on the rank with the most."""
+        return self.bytes_of(self.local[0])
+
+    def bytes_of(self, local: tuple[int, ...]) -> int:
+        if self.op == "experts":
+            e, i, h = local
+            gate, up, down = self.formats * 3 if len(self.formats) == 1 else self.formats
+            return e * (weight_bytes(gate, i, h) + weight_bytes(up, i, h) + weight_bytes(down, h, i))
+        return weight_bytes(self.formats[0], *local) if self.formats else 0
+
+
+def weight_bytes(format: Format, n: int, k: int) -> int:
+    """Of a weight [N, K] as it lives in memory: its scales expanded to rows in f32, NVFP4's block scales as stored."""
+    scales = -(-k // 128) if format.name == "fp8_block" else int(format.quantized)  # in f32, a row
+    return int(n * k * format.bits) // 8 + 4 * n * scales
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel. formats: of weights that it reads. min_sm, max_sm: inclusive; 0 is a CPU. dtypes: of activations.
+    n_div, k_div: what local N and K must be multiples of. tokens: fewest and most in a step. module: where its code is.
+    input: what it takes its input as, "high" precision or a quantized format. memory, compute: the shares of the
+    machine's limits that it reaches. extra: bytes moved a weight beside the stored ones. launches: of `launch_us` each
+    (a second number: for every expert that is hit). f32: multiplies in f32."""
+
+    name: str
+    op: str
+    formats: tuple[str, ...]
+    module: str
+    status: str
+    min_sm: int = 0
+    max_sm: int = 999
+    dtypes: tuple[str, ...] = ALL_DTYPES
+    n_div: int = 1
+    k_div: int = 1
+    tokens: tuple[int, int] = (1, 2**31)
+    input: str = "high"
+    memory: float = 0.6
+    compute: float = 0.5
+    extra: float = 0
+    launches: tuple[float, float] = (1, 0)
+    f32: bool = False
+
+
+LAUNCH_US = {False: 4.5, True: 5.0}  # GPU (fitted to cuBLAS on an H200 below), CPU (a torch call)
+# Shares of the limits. torch_linear: cuBLAS bf16 on an H200, 2026-11-30: 6.06 us for 2048x2048, 13.7 us for 4096x4096
+# and 35.1 us for 16384x4096 at one token is all of 4.47 TB/s and 4.5 us; 678 of 800 TFLOP/s at 4,096 tokens.
+# triton: 50 % of cuBLAS at 1,024 tokens and more in a first try; its share of the bandwidth is assumed.
+# references: no measurement; `extra` counts the f32 copies that decoding writes and reads again.
+SPECS: tuple[KernelSpec, ...] = (
+    KernelSpec("torch_linear", "linear", tuple(DENSE), "linear", TESTED, memory=1.0, compute=0.85),
+    KernelSpec(
+        "triton_w4a16_linear", "linear", ("nvfp4",), "triton_linear", INTERPRETED,
+        min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42,
+    ),
+    KernelSpec(
+        "triton_w4a16_experts", "experts", ("nvfp4",), "triton_experts", INTERPRETED,
+        min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42, launches=(4, 0),
+    ),
+    KernelSpec("reference_linear", "linear", tuple(FORMATS), "linear", REFERENCE, extra=24, launches=(12, 0), f32=True),
+    KernelSpec(
+        "reference_experts", "experts", tuple(FORMATS), "experts", REFERENCE, extra=24, launches=(10, 45), f32=True
+    ),
+    KernelSpec("reference_embedding", "embedding", tuple(FORMATS), "linear", REFERENCE, launches=(4, 0)),
+    KernelSpec("reference_attention", "attention", (), "attention", REFERENCE, launches=(12, 0), f32=True),
+    KernelSpec("reference_gated_delta", "gated_delta", (), "gated_delta", REFERENCE, launches=(30, 0), f32=True),
+)  # fmt: skip
+
+
+@functools.cache
+def installed(module: str) -> bool:
+    """Whether fp4ward.kernels has this module. Looks for the file; nothing is imported."""
+    return importlib.util.find_spec(f"{__package__}.{module}") is not None
+
+
+def unfit(spec: KernelSpec, layer: LayerDesc, hw: Hardware, dtype: str) -> str | None:
+    """Why `spec` cannot run `layer` with activations of `dtype` on `hw`; None if it can."""
+    if spec.op != layer.op:
+        return f"is a kernel for {spec.op}, not for {layer.op}"
+    odd = next((f for f in layer.formats if f.name not in spec.formats), None)
+    if odd is not None:
+        return f"reads {', '.join(spec.formats)}, not {odd.name}"
+    if not spec.min_sm <= hw.sm <= spec.max_sm:
+        upto = f"to {spec.max_sm}" if spec.max_sm < 999 else "or newer"
+        return f"needs a GPU of SM {spec.min_sm} {upto}; {hw.name} is {f'SM {hw.sm}' if hw.sm else 'none'}"
+    if dtype not in spec.dtypes:
+        return f"takes {', '.join(spec.dtypes)} activations, not {dtype}"
+    if spec.name == "torch_linear" and DENSE[layer.formats[0].name] != dtype:
+        return f"multiplies weights and activations of one type, not {layer.formats[0].name} and {dtype}"
+    if spec.input != "high" and any(f.activation != spec.input for f in layer.formats):
+        return f"quantizes its input to {spec.input}, which this layer ({layer.stored}) does not allow"
+    for shape in layer.local if layer.formats and layer.op != "embedding" else ():
+        n, k = shape[-2:]
+        if n % spec.n_div or k % spec.k_div or (layer.op == "experts" and n % spec.k_div):
+            return f"needs N in multiples of {spec.n_div} and K of {spec.k_div}, a rank has {n} x {k}"
+    return None if installed(spec.module) else f"is not installed ({__package__}.{spec.module})"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """us: expected. floor_us: no kernel on this machine can be faster. bound: by "memory", "compute" or "launch"."""
+
+    bytes: float
+    flops: float
+    us: float
+    floor_us: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens of a step, of how many sequences, each with `context` tokens before it; item: bytes of an activation, kv
+    of an element of the cache."""
+
+    tokens: int
+    sequences: int
+    context: int
+    item: int
+    kv: int
+
+
+def work(layer: LayerDesc, batch: Batch) -> tuple[float, float, float, float]:
+    """Bytes that must move, FLOPs, weights that are read, experts that are hit, all on the rank with the most.
+
+    Experts: routing is taken as uniform, so T tokens hit E (1 - (1 - k/E)^T) of E, and ranks share them evenly."""
+    t = min(batch.tokens, batch.sequences) if layer.scored else batch.tokens
+    if layer.op == "linear":
+        n, k = layer.local[0]
+        return layer.weight_bytes + t * (n + k) * batch.item, 2.0 * t * n * k, n * k, 0
+    if layer.op == "experts":
+        held, i, h = layer.local[0]
+        hit = held * (1 - (1 - layer.top_k / layer.shape[0]) ** t)
+        flops = 6.0 * i * h * t * layer.top_k * held / layer.shape[0]
+        return hit / held * layer.weight_bytes + 2 * t * h * batch.item, flops, hit * 3 * i * h, hit
+    if layer.op == "embedding":
+        return t * layer.local[0][1] * (layer.formats[0].bits / 8 + batch.item), 0, 0, 0
+    if layer.op == "attention":
+        q, kv, d = layer.local[0]
+        own = t / batch.sequences  # tokens of one sequence in this step; each sees those before it
+        cached = batch.sequences * (batch.context + own) * 2 * kv * d * batch.kv
+        return cached + 2 * t * q * d * batch.item, 4.0 * t * q * d * (batch.context + (own + 1) / 2), 0, 0
+    n, dk, dv = layer.local[0]
+    return batch.sequences * n * dk * dv * 8 + t * n * (2 * dk + 2 * dv) * batch.item, 8.0 * t * n * dk * dv, 0, 0
+
+
+def estimate(spec: KernelSpec, layer: LayerDesc, hw: Hardware, batch: Batch) -> Cost:
+    """What `spec` takes for one step of `layer`. More bandwidth never makes it slower."""
+    moved, flops, weights, hit = work(layer, batch)
+    peak = hw.bf16 or hw.f32
+    memory = (moved + spec.extra * weights) / (hw.bandwidth * spec.memory) * 1e6
+    compute = flops / ((hw.f32 if spec.f32 else peak) * spec.compute) * 1e6
+    launch = (spec.launches[0] + spec.launches[1] * hit) * LAUNCH_US[hw.sm == 0]
+    bound = max((memory, "memory"), (compute, "compute"), (launch, "launch"))[1]
+    floor = max(moved / hw.bandwidth, flops / peak) * 1e6
+    return Cost(moved, flops, max(memory, compute) + launch, floor, bound)

@@ -1,0 +1,124 @@
+"""What a rank's memory holds, computed before anything is allocated: weights, recurrent slots, pages, scratch.
+The engine takes its pages by the same function. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fp4ward.config import CPU_CACHE_BYTES, GPU_CACHE_SHARE, EngineConfig
+from fp4ward.facts import PagedKv, StateSpec
+from fp4ward.hardware import GIB, Hardware
+from fp4ward.kernels.specs import ITEM, LayerDesc
+from fp4ward.pieces import Pieces
+
+# Taken before any tensor: a CUDA context with its libraries, or an interpreter with torch. Assumed, not measured.
+RESERVED = {False: int(0.6 * GIB), True: int(0.35 * GIB)}
+KV_ITEM = {"fp8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
+DECODE_BLOCK = 3 * 4 << 23  # the reference decodes blocks of 2^23 weights to f32, with two temporaries
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank with the least room (`rank`). weights: a rank. page, slot: of one page of K and V, and of one
+    sequence's recurrent state, over all layers. slots: of max_num_seqs. cache: what is there for pages. pages: how many
+    the engine takes. context: longest request that they hold, at most max_model_len. scratch: of one step."""
+
+    rank: int
+    weights: tuple[int, ...]
+    reserved: int
+    scratch: int
+    slot: int
+    slots: int
+    page: int
+    pages: int
+    cache: int
+    free: int
+    context: int
+    block: int
+
+    def requests(self, length: int) -> int:
+        """How many sequences of `length` tokens there is room for, slots taken from the same bytes."""
+        each = -(-length // self.block) * self.page + self.slot
+        return max(self.cache + self.slots, 0) // each if each else 0
+
+
+def page_bytes(spec: Sequence[StateSpec], block: int, kv: str) -> int:
+    """One page of K and V over all attention layers."""
+    return sum(2 * block * s.heads * s.head_dim * KV_ITEM[kv] for s in spec if isinstance(s, PagedKv))
+
+
+def slot_bytes(spec: Sequence[StateSpec], dtype: str) -> int:
+    """One sequence's recurrent state over all layers: the convolution's past as activations, the rest in f32."""
+    total = 0
+    for s in spec:
+        if not isinstance(s, PagedKv):
+            n, dk, dv = s.ssm
+            total += s.conv[0] * s.conv[1] * ITEM[dtype] + n * dk * dv * max(4, ITEM[dtype])
+    return total
+
+
+def pages(spec: Sequence[StateSpec], config: EngineConfig, free: int | None) -> tuple[int, int]:
+    """Pages of K and V to hold: what max_num_seqs full sequences need, or fewer; and the bytes that there are for them.
+    free: what weights leave of a GPU, None on a CPU. config: resolved."""
+    assert config.max_model_len is not None
+    page, budget = page_bytes(spec, config.block_size, config.kv_cache_dtype), config.kv_cache_memory_bytes
+    wanted = -(-config.max_model_len // config.block_size) * config.max_num_seqs
+    if budget is None:
+        slots = config.max_num_seqs * slot_bytes(spec, config.dtype)
+        budget = CPU_CACHE_BYTES if free is None else int(free * GPU_CACHE_SHARE) - slots
+    return min(wanted, max(budget, 0) // page) if page else wanted, budget  # no attention layer: pages cost nothing
+
+
+def measure(cut: Pieces, hw: Hardware, config: EngineConfig) -> Memory:
+    """Of the rank with the least room. config: resolved."""
+    assert config.max_model_len is not None
+    reserved, scratch, found = RESERVED[hw.cpu], _scratch(cut.layers, config), []
+    for rank, (own, spec) in enumerate(zip(cut.weights, cut.states, strict=True)):
+        page = page_bytes(spec, config.block_size, config.kv_cache_dtype)
+        slot, free = slot_bytes(spec, config.dtype), hw.memory - reserved - own
+        count, cache = pages(spec, config, None if hw.cpu else free)
+        slots = config.max_num_seqs * slot
+        free -= slots + count * page
+        context = min(config.max_model_len, count * config.block_size)
+        sizes = (slot, slots, page, count, cache, free, context, config.block_size)
+        found.append(Memory(rank, cut.weights, reserved, scratch, *sizes))
+    return min(found, key=lambda m: (m.context, m.free))
+
+
+def _scratch(layers: Sequence[LayerDesc], config: EngineConfig) -> int:
+    """Activations of a step as the references make them: the widest operation in f32 and in its own type, the residual
+    stream, the logits of every sequence, and one block of decoded weights."""
+    tokens, item = config.max_num_batched_tokens, ITEM[config.dtype]
+    widest = logits = hidden = 0
+    for layer in layers:
+        n, k = layer.local[0][-2:]
+        if layer.scored:
+            logits = config.max_num_seqs * layer.shape[0] * (item + 12)  # in their type, f32, and sorted for sampling
+        elif layer.op == "embedding":
+            hidden = 4 * tokens * k * item
+        elif layer.op == "experts":
+            widest = max(widest, tokens * (4 * n + 3 * k) * (4 + item))
+        elif layer.op == "linear":
+            widest = max(widest, tokens * (2 * n + k) * (4 + item))
+        else:  # heads of K and V, of state: q, k, v and their copies in f32
+            widest = max(widest, tokens * 6 * layer.local[0][0] * k * 4 + (1 << 27))
+    return widest + logits + hidden + DECODE_BLOCK
+
+
+def failures(m: Memory, hw: Hardware, config: EngineConfig, asked_length: int | None) -> tuple[str, ...]:
+    """Why it does not fit, in sentences; () if it does. asked_length: --max-model-len where the user gave one."""
+    own, room = m.weights[m.rank], hw.memory - m.reserved
+    where = f"rank {m.rank} of {len(m.weights)}" if len(m.weights) > 1 else hw.name
+    holds = f"{where} has room for {max(room, 0) / GIB:.1f} GiB, weights take {own / GIB:.1f}"
+    if own > room:
+        return (holds,)
+    if m.pages < 1:
+        slots = f"{config.max_num_seqs} recurrent slots {m.slots / GIB:.1f}"
+        return (f"{holds} and {slots}: not a page of the KV cache fits ({m.page / 2**20:.2f} MiB)",)
+    if m.free < m.scratch:
+        step = f"a step of {config.max_num_batched_tokens} tokens needs about {m.scratch / GIB:.1f}"
+        return (f"{holds}; cache and slots leave {m.free / GIB:.1f}, and {step}",)
+    if asked_length is not None and m.context < asked_length:
+        return (f"--max-model-len {asked_length}: {where} has room for {m.context} tokens of one request",)
+    return ()

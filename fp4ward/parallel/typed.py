@@ -1,0 +1,221 @@
+"""Sharding checked as types, without a GPU: a model's real forward on tiny tensors under spmd_types.
+
+Each rank of a fake process group is played in turn. Every layer op is a boundary: its inputs must have the types that
+the op states (replicated, sharded along a dimension, or partial), its output gets the type that it states; what the
+model does between ops, sums above all, is typed by spmd_types' global mode. A collective must meet the type it is for.
+So a replicated value added to a partial sum is an error with the names of both, whatever options are set.
+
+What this cannot see: numbers. A shard of the right shape with another rank's values passes here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fp4ward.errors import UserError, one_line
+from fp4ward.facts import PagedKv, StateSpec
+from fp4ward.formats.formats import F32
+from fp4ward.formats.weight import Weight
+from fp4ward.layers.step import KvCache, RecurrentState, SequenceStep, Step
+from fp4ward.parallel.placement import Experts, Placement, Shard, Slot, Type, ranges
+
+TOKENS, ROWS = 5, 16  # of the prompt, and of the cache
+
+
+def check_sharding(
+    facts: ModuleType,
+    model: ModuleType,
+    config: Mapping[str, Any],
+    ranks: int,
+    rank: int,
+    *,
+    place: Callable[[Slot], Placement] = lambda slot: slot.placement,
+) -> None:
+    """Run the forward of `model` for the architecture of config.json `config`, cut for `rank` of `ranks`.
+
+    facts, model: the architecture's modules. place: the placement of a slot, where another one is to be tried.
+    UserError when something does not fit: the line of the model, both operands with their types and the layers that
+    they came from.
+    """
+    try:
+        import spmd_types
+        import spmd_types.checker
+    except ImportError:
+        raise UserError(
+            "checking the sharding needs the package spmd_types; install fp4ward with its [check] extra"
+        ) from None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    spmd: Any = spmd_types
+    if dist.is_initialized():
+        raise UserError("checking the sharding needs a process that has joined no process group")
+    cfg = facts.tiny(facts.parse(config), ranks)
+    slots = [dataclasses.replace(slot, placement=place(slot)) for slot in facts.weights(cfg)]
+    origins = _Origins()
+    dist.init_process_group(backend="fake", rank=rank, world_size=ranks)
+    try:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
+        typed = _Typed(spmd, mesh.get_group("tensor"), origins)
+        with mock.patch.object(model, "weights", lambda _: slots):
+            built = model.Model(cfg, _tensors(slots, rank, ranks), torch.float32, group=typed.group)
+        typed.wrap(built, model.__name__)
+        states = [facts.state_spec(cfg, r, ranks) for r in range(ranks)]  # heads must fit on every rank
+        state = [_state(spec) for spec in states[rank]]
+        step = _step()
+        with spmd.set_current_mesh(mesh), spmd.checker.typecheck(local=False), typed.collectives(model), origins:
+            for tensor in (step.token_ids, step.positions, step.cache_at, step.logits_at):
+                spmd.assert_type(tensor, typed.of(Type("R")))
+            logits = built.forward(step, state)
+            spmd.assert_type(logits, typed.of(Type("R")))  # every rank samples the same token
+    except Exception as e:
+        where = f"sharding over {ranks} ranks, seen from rank {rank}"
+        raise UserError(f"{where}: {_line_of(model, e)}{origins.operands}{_short(e)}") from e
+    finally:
+        dist.destroy_process_group()
+
+
+def _tensors(slots: Sequence[Slot], rank: int, ranks: int) -> dict[str, Weight | Tensor]:
+    """This rank's share of every weight, all zeros."""
+    out: dict[str, Weight | Tensor] = {}
+    for slot in slots:
+        shape = list(slot.shape)
+        inner, lead = (slot.placement.inner, 1) if isinstance(slot.placement, Experts) else (slot.placement, 0)
+        if isinstance(inner, Shard):
+            dim = lead + inner.dim
+            shape[dim] = sum(stop - start for start, stop in ranges(inner, shape[dim], rank, ranks))
+        zeros = torch.zeros(shape)
+        out[slot.name] = zeros if slot.kind == "tensor" else Weight(F32, {"data": zeros})
+    return out
+
+
+def _state(spec: StateSpec) -> KvCache | RecurrentState:
+    """Room for one sequence."""
+    if isinstance(spec, PagedKv):
+        shape = (ROWS, spec.heads, spec.head_dim)
+        return KvCache(torch.zeros(shape), torch.zeros(shape))
+    return RecurrentState(torch.zeros(1, *spec.conv), torch.zeros(1, *spec.ssm))
+
+
+def _step() -> Step:
+    """A prompt of a few tokens in slot 0."""
+    ids, positions, rows, cache = (torch.arange(TOKENS) for _ in range(4))
+    none = torch.empty(0, dtype=torch.long)
+    whole = SequenceStep(0, TOKENS, 0, 0, cache)
+    return Step(ids, positions, rows, torch.tensor([TOKENS - 1]), (whole,), none, none.clone())
+
+
+def _line_of(model: ModuleType, error: BaseException) -> str:
+    """The innermost line of the model's own file in the error's trace, as "file:line `code`: "."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == model.__file__]
+    if not frames:
+        return ""
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} `{frames[-1].line}`: "
+
+
+def _short(error: Exception) -> str:
+    """spmd_types' first sentence; what follows is advice on code."""
+    return one_line(str(error).partition("\n")[0].partition(" (sum of partial sums")[0])
+
+
+class _Typed:
+    """Turns our types into spmd_types', on one group."""
+
+    def __init__(self, spmd: Any, group: dist.ProcessGroup, origins: _Origins) -> None:
+        self.spmd = spmd
+        self.group = group
+        self.origins = origins
+
+    def of(self, t: Type) -> dict[Any, Any]:
+        return {self.group: self.spmd.S(t.dim) if t.kind == "S" else {"R": self.spmd.R, "P": self.spmd.P}[t.kind]}
+
+    def wrap(self, part: Any, models: str) -> None:
+        """Make every layer op below `part`, a block of the module `models`, a boundary with the types it states."""
+        for name, value in list(vars(part).items()):
+            if hasattr(value, "types"):
+                setattr(part, name, self._boundary(value))
+            for inner in value if isinstance(value, list) else [value]:
+                if type(inner).__module__ == models:
+                    self.wrap(inner, models)
+
+    def _boundary(self, op: Any) -> Any:
+        types, name = op.types, getattr(op, "name", type(op).__name__)
+        count = len(types.inputs)
+
+        def call(*args: Any) -> Tensor:
+            def body(*tensors: Tensor) -> Tensor:
+                with self.spmd.no_typecheck():
+                    result: Tensor = op(*tensors, *args[count:])
+                return result
+
+            body.__qualname__ = name
+            bounded = self.spmd.local_map(in_types=tuple(map(self.of, types.inputs)), out_types=self.of(types.output))
+            with self.origins.inside(name, args[:count], types.inputs):
+                out: Tensor = bounded(body)(*args[:count])
+            self.origins.name(out, f"{name}: {types.output}")
+            return out
+
+        return call
+
+    @contextmanager
+    def collectives(self, model: ModuleType) -> Iterator[None]:
+        """The model's collectives, checked: a sum wants a partial value, a gather one that is cut along its last
+        dimension."""
+        spmd = self.spmd
+
+        def all_reduce(x: Tensor, group: Any) -> Any:
+            return spmd.all_reduce(x, group, src=spmd.P, dst=spmd.R)
+
+        def all_gather(x: Tensor, group: Any) -> Any:
+            return spmd.all_gather(x, group, src=spmd.S(x.dim() - 1), dst=spmd.R)
+
+        with mock.patch.multiple(model, all_reduce=all_reduce, all_gather=all_gather):
+            yield
+
+
+class _Origins(TorchFunctionMode):
+    """Remembers which layers a value came from, to name the operands of what fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands = ""
+
+    def name(self, x: Tensor, name: str) -> None:
+        x._came_from = name  # type: ignore[attr-defined]
+
+    def _of(self, x: Tensor) -> str:
+        return getattr(x, "_came_from", "an input")
+
+    @contextmanager
+    def inside(self, name: str, args: Sequence[Any], wanted: Sequence[Type]) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            given = ", ".join(f"{self._of(a)} where {w} is wanted" for a, w in zip(args, wanted, strict=True))
+            self.operands = self.operands or f"{name} takes ({given}): "
+            raise
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        try:
+            out = func(*args, **(kwargs or {}))
+        except Exception:
+            named = " and ".join(f"({self._of(x)})" for x in tensors)
+            self.operands = self.operands or f"{getattr(func, '__name__', func)} of {named}: "
+            raise
+        known = list(dict.fromkeys(self._of(x) for x in tensors if hasattr(x, "_came_from")))
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and known and not hasattr(made, "_came_from"):
+                self.name(made, " with ".join(known[-2:]))
+        return out

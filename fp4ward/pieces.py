@@ -1,0 +1,264 @@
+"""A checkpoint as planning sees it: what is stored, from headers or from JSON alone, cut for every rank. Standard
+library only."""
+
+from __future__ import annotations
+
+import fnmatch
+import gc
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4ward import facts
+from fp4ward.checkpoint.assign import assign
+from fp4ward.checkpoint.index import open_documents, open_index, sees_tensors
+from fp4ward.errors import UserError, shown
+from fp4ward.facts import PagedKv, StateSpec
+from fp4ward.formats.formats import DENSE, F32, FP8_BLOCK_SCALED, FP8_CHANNEL, FP8_TENSOR, NVFP4, Format
+from fp4ward.formats.scheme import Notice, Scheme, kv_notices, read_scheme
+from fp4ward.kernels.specs import LayerDesc
+from fp4ward.parallel.placement import Experts, Replicate, Shard, Slot, cut, ranges
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A checkpoint as far as planning goes. formats: slot -> format in the checkpoint. aliases: slots without a tensor
+    of their own (a tied head). seen: whether headers were read, or only JSON. cfg and facts: the architecture's."""
+
+    name: str
+    facts: Any
+    cfg: Any
+    slots: tuple[Slot, ...]
+    formats: Mapping[str, Format]
+    aliases: Mapping[str, str]
+    kv_cache: str | None
+    seen: bool
+    notices: tuple[Notice, ...] = ()
+
+
+def read(folder: Path, name: str = "") -> Subject:
+    """From a checkpoint's headers, or from its JSON alone where there are no safetensors. UserError names the fault."""
+    gc.disable()  # 370,000 headers that all stay alive: 14 s with the collector looking at them, 7 without
+    try:
+        return _read(folder, name)
+    finally:
+        gc.enable()
+
+
+def _read(folder: Path, name: str) -> Subject:
+    seen = sees_tensors(folder)
+    index = open_index(folder) if seen else open_documents(folder)
+    known = facts.load(index.config)
+    cfg = known.parse(index.config)
+    scheme = read_scheme(index.config, index.hf_quant_config, known.canonical)
+    slots = tuple(known.weights(cfg))
+    if seen:
+        assigned = assign(index, slots, facts=known, scheme=scheme)
+        formats, aliases, notices = assigned.formats, assigned.aliases, assigned.notices
+    else:
+        formats = _claimed(scheme, slots, cfg.dtype)
+        aliases = {s.name: "embed_tokens" for s in slots if s.optional}
+        notices = [*index.notices, *scheme.notices]
+        attention = {i for s in slots if (i := known.kv_scale_layer(s.name)) is not None}
+        notices += [n for n in kv_notices(scheme, attention, {}) if n.code != "kv-scale-unit"]
+    return Subject(name or folder.name, known, cfg, slots, formats, aliases, scheme.kv_cache, seen, tuple(notices))
+
+
+def _claimed(scheme: Scheme, slots: Sequence[Slot], dtype: str) -> dict[str, Format]:
+    """Formats that JSON claims; what it says nothing of is in the model's own type."""
+    plain = DENSE.get({"float16": "F16", "float32": "F32"}.get(dtype.removeprefix("torch."), "BF16"), F32)
+    out = {}
+    for slot in slots:
+        if slot.kind == "tensor":
+            continue
+        parent, _, last = slot.name.rpartition(".")
+        # Only where the JSON lists modules can experts differ.
+        count = (slot.shape[0] if scheme.entries.exact else 1) if slot.kind == "experts" else 0
+        names = [f"{parent}.{e}.{last}" for e in range(count)] or [slot.name]
+        claims = {scheme.claim(n): n for n in names}
+        if len({(c.format, c.activation) for c in claims}) > 1:
+            (a, m), (b, n), *_ = claims.items()
+            raise UserError(f"experts of one layer must share a format: of {m} {a.sentence}, of {n} {b.sentence}")
+        claim = next(iter(claims))
+        if claim.format.startswith("other:"):
+            raise UserError(f"layer {slot.name}: {claim.sentence}, which fp4ward cannot run")
+        label = claim.label.upper()
+        fp8 = FP8_CHANNEL if "CHANNEL" in label else FP8_BLOCK_SCALED if re.search("BLOCK|PB_", label) else FP8_TENSOR
+        out[slot.name] = {"nvfp4": NVFP4, "fp8": fp8, "none": plain}[claim.format].with_activation(claim.activation)
+    return out
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks. tp: of them in all. ep: groups that experts are dealt to, each cutting its own over tp/ep ranks. adp:
+    groups that attend to requests of their own; attention, shared expert and head are cut over the tp/adp of one."""
+
+    tp: int = 1
+    ep: int = 1
+    adp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("tp", self.tp), ("ep", self.ep), ("adp", self.adp)):
+            if not 1 <= value <= 1024:
+                raise UserError(f"--{name} {value}: a number of ranks from 1 to 1024 is expected")
+            if self.tp % value:
+                raise UserError(f"--{name} {value} does not divide --tp {self.tp}, the number of ranks")
+
+    @property
+    def attention(self) -> int:
+        return self.tp // self.adp
+
+
+# ---- where each rank's piece lies ------------------------------------------------------------------------------------
+
+
+def local_shape(slot: Slot, format: Format | None, layout: Layout, rank: int, whole: bool) -> tuple[int, ...]:
+    """Shape of `rank`'s piece of a slot. UserError where the cut is impossible or parts what shares a scale."""
+    shape, inner, rank_in, ranks = list(slot.shape), slot.placement, rank % layout.attention, layout.attention
+    try:
+        if isinstance(inner, Experts) and not whole:
+            per = layout.tp // layout.ep
+            start, stop = cut(shape[0], 1, rank // per, layout.ep)
+            shape[0] = stop - start
+            inner, rank_in, ranks = inner.inner, rank % per, per
+        if isinstance(inner, Shard) and not whole:
+            at = inner.dim + (slot.kind == "experts")
+            spans = ranges(inner, shape[at], rank_in, ranks)
+            unit = format.column_unit if format is not None and at == len(shape) - 1 else 1
+            for start, stop in spans:
+                if start % unit or (stop % unit and stop != shape[at]):
+                    raise UserError(f"columns {start}:{stop} cut through a block of {unit} that shares one scale")
+            shape[at] = sum(stop - start for start, stop in spans)
+    except UserError as e:
+        raise UserError(f"layer {slot.name} over {ranks} ranks: {e}; use another number of ranks") from None
+    return tuple(shape)
+
+
+def _place(slot: Slot, layout: Layout, locals_: Sequence[tuple[int, ...]], whole: bool) -> str:
+    ranks, placement = layout.attention, slot.placement
+    if layout.tp == 1 or whole or isinstance(placement, Replicate):
+        return "whole" if layout.tp == 1 else "on every rank"
+    if isinstance(placement, Experts):
+        parts = (("experts", layout.ep), ("width", layout.tp // layout.ep))
+        text = ", ".join(f"{what} / {n}" for what, n in parts if n > 1)
+    elif ranks == 1:
+        return f"on each of {layout.adp}"
+    else:
+        units = slot.shape[placement.dim] // placement.unit
+        short = placement.on_short == "replicate" and units < ranks
+        text = f"{('rows', 'columns')[placement.dim]} / {units if short else ranks}"
+        text += f", each on {ranks // units}" if short and ranks % units == 0 else ", repeated" if short else ""
+    if len(locals_) > 1:
+        at = next(i for i in range(len(slot.shape)) if len({s[i] for s in locals_}) > 1)
+        text += f" ({'/'.join(str(s[at]) for s in locals_[:3])})"
+    return text
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Everything on the ranks: operations, bytes of weights a rank, state a rank."""
+
+    layers: tuple[LayerDesc, ...]
+    weights: tuple[int, ...]
+    states: tuple[tuple[StateSpec, ...], ...]
+
+
+def pieces(subject: Subject, layout: Layout, *, unpacked: bool = False, replicated: Sequence[str] = ()) -> Pieces:
+    """Cut the model for every rank. unpacked: weights live as plain f32. replicated: see Options."""
+    whole = _whole(subject, replicated)
+    ranks = range(layout.tp)
+    weights = [0] * layout.tp
+    known: dict[Any, list[tuple[int, ...]]] = {}
+    layers: list[LayerDesc] = []
+    stacks: dict[str, list[Slot]] = {}
+
+    def on_ranks(slot: Slot) -> list[tuple[int, ...]]:
+        stored, keep = subject.formats.get(slot.name), _block(slot.name) in whole
+        key = (slot.kind, slot.shape, slot.placement, stored, keep)
+        if key not in known:
+            known[key] = [local_shape(slot, stored, layout, r, keep) for r in ranks]
+        return known[key]
+
+    for slot in subject.slots:  # first of all: a weight that cannot be cut is named
+        on_ranks(slot)
+    states = [subject.facts.state_spec(subject.cfg, r % layout.attention, layout.attention) for r in ranks]
+    full = subject.facts.state_spec(subject.cfg)
+    for block in whole:
+        if m := re.fullmatch(r"layers\.(\d+)\.\w+_attn", block):
+            for state in states:
+                state[int(m[1])] = full[int(m[1])]
+    placed = 0  # layers whose state has its line
+    for slot in subject.slots:
+        keep, stored = _block(slot.name) in whole, subject.formats.get(slot.name)
+        form = F32 if unpacked and stored is not None else stored
+        each = on_ranks(slot)
+        if stored is None or form is None:  # a plain tensor, and what is derived from it (1 + w): at most f32 both
+            weights = [w + 8 * math.prod(s) for w, s in zip(weights, each, strict=True)]
+            continue
+        m = re.match(r"layers\.(\d+)\.mlp", slot.name)
+        if m and int(m[1]) == placed:  # a mixer's own operation comes after its projections
+            own = [s[placed] for s in states]
+            layers.append(_state_layer(subject, placed, own, 1 if own[0] is full[placed] else layout.attention))
+            placed += 1
+        if slot.kind == "experts":
+            prefix = slot.name.rpartition(".")[0]
+            stacks.setdefault(prefix, []).append(slot)
+            if len(stacks[prefix]) < 3:
+                continue
+            slot, of = stacks[prefix][0], [subject.formats[s.name] for s in stacks[prefix]]
+            each = on_ranks(slot)
+            forms = tuple(F32 if unpacked else f for f in (of if len(set(of)) > 1 else of[:1]))
+            path, op, text = prefix, "experts", " + ".join(dict.fromkeys(f.label for f in of))
+        else:
+            path, op, forms = slot.name, "embedding" if slot.name.startswith("embed") else "linear", (form,)
+            text = "tied" if slot.name in subject.aliases else stored.label
+        local = _distinct(each)
+        place = _place(slot, layout, local, keep)
+        top_k = subject.cfg.num_experts_per_tok if op == "experts" else 0
+        layer = LayerDesc(path, op, text, forms, slot.shape, local, place, top_k, scored=path == "lm_head")
+        layers.append(layer)
+        if slot.name not in subject.aliases:
+            weights = [w + layer.bytes_of(s) for w, s in zip(weights, each, strict=True)]
+    return Pieces(tuple(layers), tuple(weights), tuple(map(tuple, states)))
+
+
+def _distinct(shapes: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(set(shapes), key=lambda s: (-math.prod(s), s)))
+
+
+def _state_layer(subject: Subject, i: int, states: Sequence[StateSpec], ranks: int) -> LayerDesc:
+    """The operation on layer `i`'s state; ranks: that share its heads."""
+    queries, full = subject.cfg.num_attention_heads, subject.facts.state_spec(subject.cfg)[i]
+    shapes: set[tuple[int, ...]] = set()
+    for rank, s in enumerate(states):
+        if isinstance(s, PagedKv):
+            first, last = cut(queries, 1, rank % ranks, ranks)
+            shapes.add((last - first, s.heads, s.head_dim))
+        else:
+            shapes.add(s.ssm)
+    shape = (queries, full.heads, full.head_dim) if isinstance(full, PagedKv) else full.ssm
+    op = "attention" if isinstance(full, PagedKv) else "gated_delta"
+    local = _distinct(shapes)
+    place = "whole" if len(states) == 1 else "on every rank" if local == (shape,) else f"heads / {ranks}"
+    return LayerDesc(f"layers.{i}.{op}", op, "-", (), shape, local, place)
+
+
+def _block(name: str) -> str:
+    """The block that a weight is cut with: "layers.3.self_attn", "layers.3.mlp.experts", "lm_head"."""
+    m = re.match(r"layers\.\d+\.(\w+_attn|mlp\.(shared_expert|experts)(?=\.)|mlp)", name)
+    return m[0] if m else name
+
+
+def _whole(subject: Subject, patterns: Sequence[str]) -> set[str]:
+    """Blocks of the model that match a pattern."""
+    blocks = list(dict.fromkeys(_block(s.name) for s in subject.slots if s.kind != "tensor"))
+    for pattern in patterns:
+        if not fnmatch.filter(blocks, pattern):
+            kinds = ", ".join(dict.fromkeys(NUMBER.sub("*", b + ".")[:-1] for b in blocks))
+            raise UserError(f"--replicate {shown(pattern)}: no such block, which is what is cut as one, among {kinds}")
+    return {block for pattern in patterns for block in fnmatch.filter(blocks, pattern)}

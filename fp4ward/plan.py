@@ -1,0 +1,259 @@
+"""Decides on paper, without a GPU and without weights: which kernel runs each layer of a checkpoint on which machine,
+why, what it costs, and what memory remains. Standard library only.
+
+    subject = pieces.read(folder);  plan = make(subject, hardware, options);  print(plan_text.render(plan))
+
+A wish that cannot be honoured raises UserError; what the machine has no room for is a sentence in `Plan.failures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fp4ward import memory
+from fp4ward.config import UNPACK_BYTES, EngineConfig, resolve
+from fp4ward.errors import UserError, shown
+from fp4ward.formats.scheme import Notice
+from fp4ward.hardware import GIB, Hardware
+from fp4ward.kernels.specs import ITEM, SPECS, Batch, Cost, KernelSpec, LayerDesc, estimate, unfit
+from fp4ward.pieces import NUMBER, Layout, Pieces, Subject, pieces
+
+Wishes = Mapping[str, tuple[str, ...]]  # op -> names of the kernels that it may use
+ONE_RANK = Layout()
+CONTEXT = 1024  # tokens before each sequence in the decode regimes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may decide. config: as the engine takes it, "auto" allowed. replicate: patterns of blocks that every
+    rank holds whole, such as "layers.*.mlp.shared_expert"."""
+
+    config: EngineConfig
+    layout: Layout = ONE_RANK
+    kernels: Wishes = field(default_factory=dict)
+    replicate: tuple[str, ...] = ()
+
+
+def parse_wishes(texts: Sequence[str]) -> Wishes:
+    """From "linear=reference_linear,torch_linear". UserError with the names that there are."""
+    out: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        op, _, rest = text.partition("=")
+        names = [s.name for s in SPECS if s.op == op]
+        if not names or op in out:
+            ops = dict.fromkeys(s.op for s in SPECS)
+            raise UserError(f"--kernel {shown(text)}: op=name[,name] is expected, once for each op: {', '.join(ops)}")
+        for name in rest.split(","):
+            if name not in names:
+                raise UserError(f"--kernel {shown(text)}: {shown(name)} is no kernel for {op}; {', '.join(names)} are")
+        out[op] = tuple(rest.split(","))
+    return out
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A kind of step: its name, tokens in all, and whether they are one prompt's or one a sequence."""
+
+    name: str
+    tokens: int
+    prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The kernel of one regime, its cost, and what others would take (name, us)."""
+
+    kernel: KernelSpec
+    cost: Cost
+    others: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One pick a regime; why, and what was rejected for what reason."""
+
+    picks: tuple[Pick, ...]
+    why: str
+    rejected: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layer and the kernels that run it."""
+
+    layer: LayerDesc
+    choice: Choice
+
+    @property
+    def takes(self) -> str:
+        """What all of its kernels quantize their input to: "nvfp4", "fp8", or "high" where one of them does not."""
+        inputs = {pick.kernel.input for pick in self.choice.picks}
+        return inputs.pop() if len(inputs) == 1 else "high"
+
+    @property
+    def runs(self) -> str:
+        activation = "none" if self.takes == "high" else self.takes
+        return " + ".join(dict.fromkeys(f.with_activation(activation).label for f in self.layer.formats)) or "-"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything that was decided. config: resolved. failures: why it cannot run, in sentences; () if it can."""
+
+    subject: Subject
+    hardware: Hardware
+    config: EngineConfig
+    options: Options
+    regimes: tuple[Regime, ...]
+    layers: tuple[Planned, ...]
+    memory: memory.Memory
+    notices: tuple[Notice, ...]
+    failures: tuple[str, ...]
+
+    def step_us(self, regime: int, *, floor: bool = False) -> float:
+        """One step on the rank with the most work: expected, or what no kernels on this machine can beat. Without
+        collectives and norms."""
+        costs = (p.choice.picks[regime].cost for p in self.layers)
+        return sum(c.floor_us if floor else c.us for c in costs)
+
+
+def may_quantize_activations(layer: str, plan: Plan) -> bool:
+    """Whether an op in front of `layer` may hand it activations that are already quantized: asked by every fusion that
+    would, at the time of use. Only where each of the layer's kernels takes them so; never for W4A16."""
+    found = next((p for p in plan.layers if p.layer.path == layer), None)
+    if found is None:
+        raise UserError(f"the plan has no layer {shown(layer)}")
+    return found.takes != "high"
+
+
+def choose(
+    layer: LayerDesc, batches: Sequence[Batch], hw: Hardware, dtype: str, wishes: Wishes, specs: Sequence[KernelSpec]
+) -> Choice:
+    """The kernel with the lowest estimate in each regime, of those that are legal and, where wished, allowed.
+
+    A wish concerns the layers whose formats one of its kernels reads. UserError when nothing can run the layer.
+    """
+    every = [s for s in specs if s.op == layer.op]
+    wish = wishes.get(layer.op, ())
+    allowed = [s for s in every if s.name in wish and all(f.name in s.formats for f in layer.formats)]
+    reasons = {s.name: unfit(s, layer, hw, dtype) for s in every}
+    rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
+    works = [name for name, reason in reasons.items() if reason is None]
+    legal = [s for s in allowed or every if s.name in works]
+    head = f"layer {layer.path} ({layer.stored}) on {hw.name}"
+    if not legal:
+        lines = "; ".join(f"{s.name} {reasons[s.name]}" for s in allowed or every)
+        what = f"--kernel {layer.op}={','.join(wish)} cannot run {head}" if allowed else f"no kernel can run {head}"
+        raise UserError(f"{what}: {lines}; what works: {', '.join(works) or 'nothing here'}")
+    if allowed:
+        rejected += [(name, "is not among those that --kernel allows") for name in works if name not in wish]
+    picks = []
+    for batch in batches:
+        fit = [s for s in legal if s.tokens[0] <= batch.tokens <= s.tokens[1]]
+        if not fit:
+            spans = ", ".join(f"{s.name} {s.tokens[0]} to {s.tokens[1]}" for s in legal)
+            raise UserError(f"no kernel can run {head} with {batch.tokens} tokens: {spans}")
+        costs = sorted(((estimate(s, layer, hw, batch), s) for s in fit), key=lambda pair: pair[0].us)
+        picks.append(Pick(costs[0][1], costs[0][0], tuple((s.name, cost.us) for cost, s in costs[1:])))
+    why = "asked for by --kernel" if allowed else "the only one that fits" if len(legal) == 1 else "lowest estimate"
+    return Choice(tuple(picks), why, tuple(rejected))
+
+
+def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[KernelSpec] = SPECS) -> Plan:
+    """The plan. UserError for an impossible layout or wish; `failures` when the machine has no room."""
+    cfg, layout = subject.cfg, options.layout
+    config = resolve(
+        replace(options.config, device="cpu" if hw.cpu else "cuda:0"),
+        cuda=not hw.cpu,
+        checkpoint_dtype=cfg.dtype,
+        checkpoint_kv=subject.kv_cache,
+        max_position_embeddings=cfg.max_position_embeddings,
+    )
+    total = sum(4 * math.prod(s.shape) for s in subject.slots if s.kind != "tensor" and s.name not in subject.aliases)
+    unpacked = hw.cpu and config.dtype == "float32" and total <= UNPACK_BYTES
+
+    def cut_for(other: Layout) -> Pieces:
+        return pieces(subject, other, unpacked=unpacked, replicated=options.replicate)
+
+    cut_ = cut_for(layout)
+    regimes = (
+        Regime("1", 1), Regime("2-16", 16), Regime("17-64", 64), Regime("prefill", config.max_num_batched_tokens, True),
+    )  # fmt: skip
+    cache: dict[LayerDesc, Choice] = {}
+    layers = []
+    for layer in cut_.layers:
+        key = replace(layer, path=NUMBER.sub("*", layer.path))
+        if key not in cache:
+            batches = [_batch(layer, r, layout, config) for r in regimes]
+            cache[key] = choose(layer, batches, hw, config.dtype, options.kernels, specs)
+        layers.append(Planned(layer, cache[key]))
+    _wishes_met(options.kernels, cut_.layers, specs)
+    need = memory.measure(cut_, hw, config)
+    failures = memory.failures(need, hw, config, options.config.max_model_len)
+    if failures:
+        failures = (*failures, _advice(need, hw, config, options, cut_for))
+    notices = (*subject.notices, *_remarks(layers, layout))
+    return Plan(subject, hw, config, options, regimes, tuple(layers), need, notices, failures)
+
+
+def _batch(layer: LayerDesc, regime: Regime, layout: Layout, config: EngineConfig) -> Batch:
+    groups = 1 if layer.op == "experts" else layout.adp
+    tokens = -(-regime.tokens // groups)
+    context = min(CONTEXT, config.max_model_len or CONTEXT)
+    sequences, before = (1, 0) if regime.prompt else (tokens, context)
+    return Batch(tokens, sequences, before, ITEM[config.dtype], memory.KV_ITEM[config.kv_cache_dtype])
+
+
+def _wishes_met(wishes: Wishes, layers: Sequence[LayerDesc], specs: Sequence[KernelSpec]) -> None:
+    for spec in (s for s in specs if s.name in wishes.get(s.op, ())):
+        of = [x.formats for x in layers if x.op == spec.op]
+        if not any(all(f.name in spec.formats for f in formats) for formats in of):
+            raise UserError(
+                f"--kernel {spec.op}={spec.name} has nothing to run: it reads {', '.join(spec.formats)}, but layers "
+                f"here are {', '.join(sorted({f.name for formats in of for f in formats})) or 'of other kinds'}"
+            )
+
+
+def _remarks(layers: Sequence[Planned], layout: Layout) -> Iterator[Notice]:
+    asked: dict[str, list[Planned]] = {}
+    for p in layers:
+        for activation in {f.activation for f in p.layer.formats} - {"none", p.takes}:
+            asked.setdefault(activation, []).append(p)
+    for activation, found in asked.items():
+        names = list(dict.fromkeys(NUMBER.sub("*", p.layer.path) for p in found))
+        kinds = ", ".join(names[:3]) + (f" and {len(names) - 3} more kinds" if len(names) > 3 else "")
+        text = f"{len(found)} layers ask for {activation} inputs, which no kernel takes: they run on unquantized ones"
+        yield Notice("activation-unused", kinds, text)
+    unbound = {k.kernel.name for p in layers for k in p.choice.picks if k.kernel.module.startswith("triton_")}
+    if unbound:
+        yield Notice("not-bound", ", ".join(sorted(unbound)), "on paper only: the engine runs the references so far")
+    if layout.tp > 1:
+        yield Notice("one-rank", f"--tp {layout.tp}", "on paper only: the engine runs one rank so far")
+
+
+def _advice(
+    need: memory.Memory, hw: Hardware, config: EngineConfig, options: Options, cut_for: Callable[[Layout], Pieces]
+) -> str:
+    """What to change so that it fits: a smaller cache, more GPUs, or what else there is."""
+
+    def fits(cut_: Pieces, tried: EngineConfig) -> bool:
+        return not memory.failures(memory.measure(cut_, hw, tried), hw, tried, options.config.max_model_len)
+
+    here = cut_for(options.layout)
+    smaller = need.free + need.pages * need.page - need.scratch
+    if (
+        need.page > 0
+        and smaller >= max(need.page, 1 << 25)
+        and fits(here, replace(config, kv_cache_memory_bytes=smaller))
+    ):
+        return f"--kv-cache-memory-bytes {smaller / GIB - 0.01:.2f}GiB fits"
+    for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > options.layout.tp and not hw.cpu):
+        with contextlib.suppress(UserError):
+            if fits(cut_for(replace(options.layout, tp=tp)), config):
+                return f"--tp {tp} fits"
+    if need.weights[need.rank] > hw.memory - need.reserved:
+        return "it takes a machine with more memory"
+    return "try a shorter --max-model-len, a smaller --max-num-seqs or a machine with more memory"

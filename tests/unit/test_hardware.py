@@ -1,0 +1,92 @@
+"""Rows of machines, and what `--gpu` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp4ward.errors import UserError
+from fp4ward.hardware import GIB, ROWS, detect, parse
+
+
+def test_every_row_makes_sense() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        assert row.memory > 10 * GIB and row.bandwidth >= 1e10 and row.f32 > 0
+        assert row.cpu == (row.bf16 == 0), row.name
+        assert row.fp4 == (row.sm >= 100), row.name  # FP4 tensor cores came with Blackwell
+        assert (row.fp8 > 0) == (row.sm >= 89), row.name
+        assert row.cpu or row.bf16 > row.f32
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H200", "H200"), ("h200", "H200"), ("NVIDIA H200", "H200"), ("H20", "H20"), ("h20-141", "H20-141"),
+        ("NVIDIA H20 141GB", "H20-141"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("h100_nvl", "H100-NVL"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA L40S", "L40S"), ("4090", "RTX-4090"),
+        ("rtx5090", "RTX-5090"), ("NVIDIA GeForce RTX 5090", "RTX-5090"), ("cpu", "cpu"), ("GB10", "GB10"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"), ("pro6000", "RTX-PRO-6000"),
+        ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA B200", "B200"), ("b300", "B300"),
+    ],
+)  # fmt: skip
+def test_names_in_any_spelling(text: str, name: str) -> None:
+    assert parse(text).name == name
+
+
+def test_numbers_make_a_machine_and_change_one() -> None:
+    own = parse("sm=90, mem=141, bw=4800, bf16=989")
+    assert (own.sm, own.memory, own.bandwidth, own.bf16) == (90, 141 * GIB, 4.8e12, 989e12)
+    assert own.f32 > 0 and not own.fp4
+    assert parse("sm=120,mem=32,bw=1792,bf16=209,fp4=1").fp4 is True
+    changed = parse("h20,mem=139.5")
+    assert changed == dataclasses.replace(parse("H20"), memory=int(139.5 * GIB), source=changed.source)
+    assert "--gpu" in changed.source
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("H200x2", "--tp"), ("V100", "known are A100"), ("", "no key"), ("sm=90,mem=141,bw=4800", "bf16 is missing"),
+        ("sm=90,mem=0,bw=4800,bf16=1", "mem is missing"), ("H200,speed=3", "'speed=3'"),
+        ("H200,mem=-1", "not one plain number"),
+        ("H200,mem=nan", "not one plain number"), ("H200,mem=1,mem=2", "not one"), ("mem=1,H200", "no key=number"),
+        ("H200,bf16=0", "above 0"), ("cpu,bf16=3", "above 0"), ("RTX 6000 Ada", "known are"),
+    ],
+)  # fmt: skip
+def test_what_is_no_machine_gets_a_sentence(text: str, word: str) -> None:
+    with pytest.raises(UserError, match=word.replace("(", r"\(")) as e:
+        parse(text)
+    assert "\n" not in str(e.value)
+
+
+@given(st.text(max_size=40) | st.from_regex(r"(sm|mem|bw|bf16|fp4)=[0-9.e,-]{0,8}(,(mem|bw|bf16)=[0-9]{1,4}){0,3}"))
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_any_text_is_a_machine_or_a_sentence(text: str) -> None:
+    try:
+        row = parse(text)
+    except UserError as e:
+        assert "\n" not in str(e) and len(str(e)) < 500
+    else:
+        assert row.memory > 0 and row.bandwidth > 0 and (row.bf16 or row.f32) > 0
+
+
+def test_the_driver_is_asked_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    here = detect()  # no such tool
+    assert here.cpu and here.memory > GIB
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771'\necho 'NVIDIA H200, 143771'\n")
+    tool.chmod(0o755)
+    assert detect() == parse("H200")
+    tool.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 40960'\n")  # less memory than the row says
+    assert detect().memory == 40 * GIB
+    tool.write_text("#!/bin/sh\necho 'Tesla V100-SXM2-16GB, 16160'\n")
+    with pytest.raises(UserError, match="Tesla V100"):
+        detect()
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' ; exit 9\n")
+    assert detect().cpu

@@ -1,0 +1,653 @@
+"""Plans: legal kernels or a sentence, cuts, memory as the engine takes it, and what every published plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp4ward import hardware, memory, pieces, plan, plan_text
+from fp4ward.cli import main
+from fp4ward.config import EngineConfig
+from fp4ward.errors import UserError
+from fp4ward.facts import PagedKv, qwen3_5
+from fp4ward.formats.formats import FORMATS, Format
+from fp4ward.kernels import specs
+from fp4ward.kernels.specs import SPECS, Batch, KernelSpec, LayerDesc, estimate, unfit, weight_bytes
+from fp4ward.parallel.placement import Experts, Shard, ranges
+from fp4ward.pieces import Layout, Subject, local_shape
+from tests.build import Checkpoint
+
+FIXTURES = (
+    "q35moe-w4a16-modelopt", "q35moe-nvfp4-w4a4-modelopt", "q35moe-nvfp4a16-ct", "q35moe-vl-mixed-w4a16-fp8-modelopt",
+    "q35dense-vl-mixed-w4a16-fp8-modelopt",
+)  # fmt: skip
+H200, CPU = hardware.parse("H200"), hardware.parse("cpu")
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+ENGINE = EngineConfig(model="x")
+
+
+def make(subject: Subject, gpu: str = "H200", layout: Layout = plan.ONE_RANK, **more: Any) -> plan.Plan:
+    wishes = plan.parse_wishes(more.pop("kernel", []))
+    replicate = tuple(more.pop("replicate", ()))
+    table = more.pop("specs", SPECS)
+    options = plan.Options(EngineConfig(model="x", **more), layout, wishes, replicate)
+    return plan.make(subject, hardware.parse(gpu), options, specs=table)
+
+
+@pytest.fixture(scope="session")
+def subject(checkpoint: Callable[[str], Path]) -> Callable[[str], Subject]:
+    return lambda name: pieces.read(checkpoint(name), name)
+
+
+@pytest.fixture(scope="session")
+def public(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """A published checkpoint as its JSON describes it."""
+
+    def read(name: str) -> Subject:
+        folder = tmp_path_factory.mktemp("public")
+        for part in ("config", "hf_quant_config"):
+            source = published / f"{name.replace('/', '--')}_{part}.json"
+            if source.exists():
+                shutil.copyfile(source, folder / f"{part}.json")
+        return pieces.read(folder, name)
+
+    return read
+
+
+def kernels(made: plan.Plan, ending: str) -> set[str]:
+    """Kernels of the operations whose path ends so, over all regimes."""
+    found = [p for p in made.layers if p.layer.path.endswith(ending)]
+    assert found, ending
+    return {pick.kernel.name for p in found for pick in p.choice.picks}
+
+
+# --- golden plans -----------------------------------------------------------------------------------------------------
+
+
+def golden(name: str, made: plan.Plan) -> None:
+    """The text as committed; FP4WARD_UPDATE_GOLDEN=1 writes it anew, to be read before it is committed."""
+    path, text = GOLDEN / f"plan-{name}.txt", plan_text.render(made) + "\n"
+    if os.environ.get("FP4WARD_UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("gpu", ["H200", "cpu"])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_golden_plans_of_the_fixtures(subject: Callable[[str], Subject], name: str, gpu: str) -> None:
+    golden(f"{name}-{gpu}", make(subject(name), gpu))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "layout"),
+    [
+        ("nvidia/Qwen3.5-397B-A17B-NVFP4", "H20", Layout(8, 8)),  # B39
+        ("nvidia/Qwen3.5-397B-A17B-NVFP4", "H200", Layout(1)),
+        ("nvidia/Qwen3.5-397B-A17B-NVFP4", "H200", Layout(2)),
+        ("nvidia/Qwen3.5-397B-A17B-NVFP4", "B200", Layout(4, 4, 4)),
+        ("nvidia/Qwen3.5-122B-A10B-NVFP4", "H200", Layout(1)),
+        ("nvidia/Qwen3.5-122B-A10B-NVFP4", "RTX-PRO-6000", Layout(1)),
+        ("nvidia/Qwen3.6-35B-A3B-NVFP4", "H200", Layout(1)),
+        ("nvidia/Qwen3.6-35B-A3B-NVFP4", "RTX-5090", Layout(1)),
+        ("nvidia/Qwen3.6-35B-A3B-NVFP4", "GB10", Layout(1)),
+        ("nvidia/Qwen3.6-35B-A3B-NVFP4", "cpu", Layout(1)),
+        ("nvidia/Qwen3.6-27B-NVFP4", "H200", Layout(1)),
+        ("nvidia/Qwen3.6-27B-NVFP4", "RTX-PRO-6000", Layout(1)),
+    ],
+)
+def test_golden_plans_of_published_models(
+    public: Callable[[str], Subject], name: str, gpu: str, layout: Layout
+) -> None:
+    ranks = f"-tp{layout.tp}-ep{layout.ep}-adp{layout.adp}" if layout.tp > 1 else ""
+    golden(f"{name.partition('/')[2]}-{gpu}{ranks}", make(public(name), gpu, layout))
+
+
+@pytest.mark.parametrize("name", ["nvidia/Qwen3-235B-A22B-NVFP4", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4"])
+def test_an_unknown_architecture_is_refused(public: Callable[[str], Subject], name: str) -> None:
+    with pytest.raises(UserError, match="is not supported; supported are"):
+        public(name)
+
+
+def test_the_largest_published_model_is_planned_on_eight_h20(public: Callable[[str], Subject]) -> None:
+    made = make(public("nvidia/Qwen3.5-397B-A17B-NVFP4"), "H20", Layout(8, 8))  # B39, B8
+    assert made.failures == () and made.memory.context == 262144
+    assert kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
+    ceiling = 1e6 / made.step_us(0, floor=True)
+    # 17 billion active weights: 60 x 10 experts of 3 x 1024 x 4096 in 4.5 bits over the ranks, the rest in 16 bits.
+    assert 1000 < ceiling < 2000
+    alone = make(public("nvidia/Qwen3.5-397B-A17B-NVFP4"), "H200")
+    assert alone.failures[0].endswith("weights take 221.3") and alone.failures[1] == "--tp 2 fits"
+
+
+def test_the_floor_of_a_step_is_what_was_worked_out_by_hand(public: Callable[[str], Subject]) -> None:
+    """Qwen3.6-35B-A3B on an H200: 2.3 GB at one token, 26 GB at 64, at the 4.47 TB/s that were measured."""
+    made = make(public("nvidia/Qwen3.6-35B-A3B-NVFP4"))
+    assert made.step_us(0, floor=True) == pytest.approx(520, rel=0.05)
+    assert made.step_us(2, floor=True) == pytest.approx(5900, rel=0.05)
+
+
+def test_estimates_meet_what_was_measured() -> None:
+    """cuBLAS in bf16 on an H200, us (2026-11-30): shapes that the row was not fitted to."""
+    torch_linear = next(s for s in SPECS if s.name == "torch_linear")
+    for (n, k), tokens, measured in (
+        ((12288, 4096), 1, 28.4), ((8192, 2048), 1, 10.9), ((4096, 8192), 1, 22.6), ((12288, 4096), 64, 29.2),
+        ((12288, 4096), 4096, 592.6), ((4096, 4096), 4096, 186.8),
+    ):  # fmt: skip
+        layer = LayerDesc("x", "linear", "bf16", (FORMATS["bf16"],), (n, k), ((n, k),))
+        assert estimate(torch_linear, layer, H200, Batch(tokens, tokens, 0, 2, 2)).us == pytest.approx(
+            measured, rel=0.3
+        )
+
+
+# --- which kernel -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", ["A100", "L40S", "H20", "H100", "H200"])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_without_fp4_cores_nvfp4_runs_w4a16(subject: Callable[[str], Subject], name: str, gpu: str) -> None:
+    for p in make(subject(name), gpu).layers:  # B1
+        if p.layer.stored.startswith("nvfp4"):
+            assert {pick.kernel.name for pick in p.choice.picks} == {f"triton_w4a16_{p.layer.op}"}
+            assert p.runs == "nvfp4 W4A16" and p.takes == "high"
+        elif p.layer.op == "linear":  # B3: the choice is each layer's own
+            assert {pick.kernel.name for pick in p.choice.picks} <= {"torch_linear", "reference_linear"}
+            assert p.runs.startswith(p.layer.stored.partition(" ")[0])
+
+
+@pytest.mark.parametrize("gpu", ["B200", "B300"])
+def test_w4a4_on_fp4_cores_says_which_kernel_runs_it(subject: Callable[[str], Subject], gpu: str) -> None:
+    made = make(subject("q35moe-nvfp4-w4a4-modelopt"), gpu)  # B2
+    assert kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
+    (notice,) = [n for n in made.notices if n.code == "activation-unused"]
+    assert "nvfp4 inputs" in notice.text
+
+
+@pytest.mark.parametrize("gpu", ["RTX-5090", "RTX-PRO-6000", "GB10"])
+def test_sm_120_runs_w4a16_everywhere(subject: Callable[[str], Subject], gpu: str) -> None:
+    made = make(subject("q35moe-vl-mixed-w4a16-fp8-modelopt"), gpu)  # B9: dense, head and experts, all regimes
+    assert kernels(made, "shared_expert.up_proj") == kernels(made, "lm_head") == {"triton_w4a16_linear"}
+    assert kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
+
+
+def test_half_precision_is_supported(subject: Callable[[str], Subject]) -> None:
+    made = make(subject("q35moe-w4a16-modelopt"), dtype="float16")  # B10
+    assert kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
+    assert kernels(made, "layers.0.mlp.gate") == {"reference_linear"}  # bf16 weights, f16 activations
+
+
+def test_mixed_checkpoints_choose_by_layer(public: Callable[[str], Subject]) -> None:
+    made = make(public("nvidia/Qwen3.6-35B-A3B-NVFP4"))  # B11
+    stored = {p.layer.path.rpartition(".")[2]: p.layer.stored for p in made.layers}
+    assert (stored["q_proj"], stored["experts"], stored["gate"]) == ("fp8_tensor W8A8", "nvfp4 W4A16", "bf16")
+
+
+def test_experts_that_differ_by_json_are_refused(tmp_path: Path) -> None:
+    c = Checkpoint.of("q35moe-w4a16-modelopt")  # B11
+    config = c.documents["config.json"]
+    config.pop("quantization_config", None)
+    layers = {f"model.layers.0.mlp.experts.{e}.gate_proj": {"quant_algo": "W4A16_NVFP4"} for e in range(8)}
+    layers["model.layers.0.mlp.experts.3.gate_proj"] = {"quant_algo": "FP8"}
+    quant = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quant))
+    with pytest.raises(UserError, match=r"experts of one layer must share a format.*experts\.3\.gate_proj"):
+        pieces.read(tmp_path)
+
+
+def test_a_forced_kernel_runs_or_the_plan_fails(subject: Callable[[str], Subject]) -> None:
+    s = subject("q35moe-vl-mixed-w4a16-fp8-modelopt")
+    free = make(s)
+    forced = make(s, kernel=["linear=triton_w4a16_linear,torch_linear", "experts=triton_w4a16_experts"])  # B4, B6
+    for a, b in zip(free.layers, forced.layers, strict=True):
+        assert [p.kernel for p in a.choice.picks] == [p.kernel for p in b.choice.picks]
+    slow = make(s, kernel=["experts=reference_experts"])
+    assert kernels(slow, "mlp.experts") == {"reference_experts"}
+    assert next(p for p in slow.layers if p.layer.op == "experts").choice.why == "asked for by --kernel"
+    with pytest.raises(UserError, match=r"layers.0.mlp.experts.*needs a GPU of SM 80.*works: reference_experts"):
+        make(s, "cpu", kernel=["experts=triton_w4a16_experts"], kv_cache_memory_bytes=1 << 20, dtype="bfloat16")
+    with pytest.raises(UserError, match="takes bfloat16, float16 activations, not float32"):
+        make(s, dtype="float32", kernel=["experts=triton_w4a16_experts"])
+    with pytest.raises(UserError, match="has nothing to run: it reads nvfp4"):
+        make(s, "cpu", kernel=["linear=triton_w4a16_linear"])  # small enough to be unpacked to f32
+
+
+@pytest.mark.parametrize("text", ["linear", "linear=", "linear=marlin", "conv=x", "=", "experts=torch_linear"])
+def test_a_wish_that_names_nothing_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--kernel"):
+        plan.parse_wishes([text])
+
+
+def test_no_kernel_names_every_rejection(subject: Callable[[str], Subject]) -> None:
+    rows = tuple(dataclasses.replace(s, dtypes=("float16",)) if s.op == "experts" else s for s in SPECS)
+    with pytest.raises(UserError) as e:
+        make(subject("q35moe-w4a16-modelopt"), specs=rows)  # B5
+    for word in (
+        "layers.0.mlp.experts",
+        "triton_w4a16_experts takes float16",
+        "reference_experts takes",
+        "nothing here",
+    ):
+        assert word in str(e.value)
+    few = tuple(dataclasses.replace(s, tokens=(1, 64)) if s.op == "experts" else s for s in SPECS)
+    with pytest.raises(UserError, match="with 2048 tokens"):
+        make(subject("q35moe-w4a16-modelopt"), specs=few)
+
+
+def test_what_is_not_installed_is_never_chosen(subject: Callable[[str], Subject]) -> None:
+    fast = KernelSpec("fast", "experts", ("nvfp4",), "nowhere", specs.NEVER_RUN, memory=1.0, compute=1.0)
+    made = make(subject("q35moe-w4a16-modelopt"), specs=(fast, *SPECS))
+    assert kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
+    rejected = dict(next(p for p in made.layers if p.layer.op == "experts").choice.rejected)
+    assert rejected["fast"] == "is not installed (fp4ward.kernels.nowhere)"
+    assert [s.name for s in SPECS if not specs.installed(s.module)] == []
+
+
+def test_a_row_is_held_to_the_shapes_of_every_rank() -> None:
+    row = KernelSpec("row", "linear", ("nvfp4",), "linear", specs.TESTED, n_div=128, k_div=64)
+    for local, fits in (
+        (((128, 64),), True),
+        (((160, 64),), False),
+        (((128, 96),), False),
+        (((256, 64), (160, 64)), False),
+    ):
+        layer = LayerDesc("x", "linear", "nvfp4 W4A16", (FORMATS["nvfp4"],), (512, 512), local)
+        assert (unfit(row, layer, H200, "bfloat16") is None) == fits
+    old = dataclasses.replace(row, min_sm=80, max_sm=89)
+    layer = LayerDesc("x", "linear", "nvfp4 W4A16", (FORMATS["nvfp4"],), (128, 64), ((128, 64),))
+    assert unfit(old, layer, H200, "bfloat16") == "needs a GPU of SM 80 to 89; H200 is SM 90"
+
+
+def test_regimes_may_run_different_kernels(subject: Callable[[str], Subject]) -> None:
+    few = KernelSpec("few", "experts", ("nvfp4",), "experts", specs.TESTED, memory=1.0, compute=1.0, tokens=(1, 16))
+    made = make(subject("q35moe-w4a16-modelopt"), specs=(few, *SPECS))
+    picks = next(p for p in made.layers if p.layer.op == "experts").choice.picks
+    assert [p.kernel.name for p in picks] == ["few", "few", "triton_w4a16_experts", "triton_w4a16_experts"]
+    assert "few (1, 2-16), triton_w4a16_experts (17-64, prefill)" in plan_text.render(made)
+
+
+# --- weights and activations are two facts ----------------------------------------------------------------------------
+
+
+def test_quantized_activations_are_for_layers_that_take_them(subject: Callable[[str], Subject]) -> None:
+    w4a4 = KernelSpec("w4a4", "linear", ("nvfp4",), "linear", specs.NEVER_RUN, 100, input="nvfp4", compute=1, memory=1)
+    rows, q = (w4a4, *SPECS), "layers.3.self_attn.q_proj"
+    made = make(subject("q35moe-nvfp4-w4a4-modelopt"), "B200", specs=rows)  # B2, B14
+    assert plan.may_quantize_activations(q, made)
+    assert next(p for p in made.layers if p.layer.path == q).runs == "nvfp4 W4A4"
+    for name in ("q35moe-w4a16-modelopt", "q35moe-nvfp4a16-ct"):  # never promoted, B13, B15, B16
+        made = make(subject(name), "B200", specs=rows)
+        assert not any(plan.may_quantize_activations(p.layer.path, made) for p in made.layers)
+    reason = dict(next(p for p in made.layers if p.layer.path == q).choice.rejected)["w4a4"]
+    assert reason == "quantizes its input to nvfp4, which this layer (nvfp4 W4A16) does not allow"
+    hopper = make(subject("q35moe-nvfp4-w4a4-modelopt"), specs=rows)
+    assert not any(plan.may_quantize_activations(p.layer.path, hopper) for p in hopper.layers)
+    some = (dataclasses.replace(w4a4, tokens=(64, 1 << 20)), *SPECS)  # only in some regimes: the fusion stays off
+    assert not plan.may_quantize_activations(q, make(subject("q35moe-nvfp4-w4a4-modelopt"), "B200", specs=some))
+    with pytest.raises(UserError, match="no layer"):
+        plan.may_quantize_activations("layers.9.x", made)
+
+
+# --- any model, any machine, any cut ----------------------------------------------------------------------------------
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@st.composite
+def subjects(draw: Callable[[Any], Any]) -> Subject:
+    """A model of random sizes, each kind of layer in a random format."""
+    moe = draw(st.booleans())
+    kv, keys = draw(SIZES), draw(SIZES)
+    text = {
+        "hidden_size": 128 * draw(SIZES), "num_hidden_layers": draw(st.integers(1, 5)), "vocab_size": 1000,
+        "num_attention_heads": kv * draw(SIZES), "num_key_value_heads": kv, "head_dim": 32 * draw(SIZES),
+        "linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(SIZES), "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16 * draw(SIZES), "num_experts": 8 * draw(SIZES), "num_experts_per_tok": draw(SIZES),
+        "moe_intermediate_size": 16 * draw(st.integers(1, 20)), "shared_expert_intermediate_size": 16 * draw(SIZES),
+        "intermediate_size": 16 * draw(st.integers(1, 80)), "dtype": "bfloat16",
+        "tie_word_embeddings": draw(st.booleans()),
+    }  # fmt: skip
+    cfg = qwen3_5.parse({"architectures": [f"Qwen3_5{'Moe' if moe else ''}ForCausalLM"], **text})
+    slots = tuple(qwen3_5.weights(cfg))
+    kinds: dict[str, Format] = {}
+    formats = {}
+    for slot in slots:
+        if slot.kind != "tensor":
+            kind = slot.name.rpartition(".")[2]
+            possible = [f for f in FORMATS.values() if slot.shape[-1] % 16 == 0 or f.name != "nvfp4"]
+            if kind not in kinds:
+                kinds[kind] = draw(st.sampled_from(possible)).with_activation(draw(st.sampled_from(["none", "nvfp4"])))
+            formats[slot.name] = kinds[kind]
+    aliases = {s.name: "embed_tokens" for s in slots if s.optional}
+    return Subject("random", qwen3_5, cfg, slots, formats, aliases, draw(st.sampled_from([None, "fp8"])), True)
+
+
+LAYOUTS = st.sampled_from([1, 2, 3, 4, 6, 8, 16]).flatmap(
+    lambda tp: st.builds(
+        Layout, st.just(tp), *(st.sampled_from([n for n in (1, 2, 3, 4, 8) if tp % n == 0]) for _ in range(2))
+    )
+)
+
+
+@given(subjects(), st.sampled_from(hardware.ROWS), LAYOUTS, st.sampled_from(["auto", "float16", "float32"]))
+@settings(deadline=None, derandomize=True, max_examples=120)
+def test_every_layer_has_a_legal_kernel_or_a_sentence(
+    s: Subject, hw: hardware.Hardware, layout: Layout, dtype: str
+) -> None:
+    try:
+        made = plan.make(s, hw, plan.Options(EngineConfig(model="x", dtype=dtype, max_model_len=64), layout))
+    except UserError as e:
+        assert "\n" not in str(e) and ("layer " in str(e) or "heads" in str(e))
+        return
+    assert {p.layer.path for p in made.layers if p.layer.op in ("linear", "embedding")} == {
+        n.name for n in s.slots if n.kind == "linear"
+    }
+    mixers = sum(p.layer.op in ("attention", "gated_delta") for p in made.layers)
+    assert mixers == len(s.cfg.layer_types)
+    for p in made.layers:
+        assert len(p.choice.picks) == len(made.regimes)
+        for pick in p.choice.picks:
+            assert unfit(pick.kernel, p.layer, hw, made.config.dtype) is None
+            assert 0 < pick.cost.floor_us <= pick.cost.us < math.inf or pick.cost.floor_us == 0
+    assert plan_text.render(made) and json.dumps(plan_text.record(made), allow_nan=False)
+    assert plan_text.why(made, made.layers[-1].layer.path)
+
+
+@given(subjects(), LAYOUTS)
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_local_sizes_respect_units_and_make_the_whole(s: Subject, layout: Layout) -> None:
+    for slot in s.slots:  # B34, F25
+        form = s.formats.get(slot.name)
+        try:
+            each = [local_shape(slot, form, layout, r, False) for r in range(layout.tp)]
+        except UserError as e:
+            assert slot.name in str(e)
+            continue
+        assert all(0 < n <= whole for local in each for n, whole in zip(local, slot.shape, strict=True))
+        p = slot.placement
+        ranks, inner = layout.attention, p
+        if isinstance(p, Experts):
+            ranks, inner = layout.tp // layout.ep, p.inner
+            dealt = sum(each[g * ranks][0] for g in range(layout.ep))
+            assert dealt == slot.shape[0]
+            for g in range(layout.ep):  # a group's ranks are neighbours and hold pieces of the same experts
+                assert len({local[0] for local in each[g * ranks : (g + 1) * ranks]}) == 1
+        if isinstance(inner, Shard) and not inner.parts:
+            at = inner.dim + (slot.kind == "experts")
+            sizes = [local[at] for local in each[:ranks]]
+            assert all(n % inner.unit == 0 or n == slot.shape[at] % inner.unit for n in sizes[:-1])
+            assert inner.on_short == "replicate" or sum(sizes) == slot.shape[at]
+            if form is not None and at == len(slot.shape) - 1:
+                assert all(n % form.column_unit == 0 for n in sizes[:-1])
+
+
+@given(
+    subjects(), st.sampled_from(SPECS), st.sampled_from(hardware.ROWS), st.floats(1.0, 16.0), st.integers(1, 5000),
+    st.integers(0, 10000),
+)  # fmt: skip
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_more_bandwidth_never_raises_an_estimate(
+    s: Subject, spec: KernelSpec, hw: hardware.Hardware, factor: float, tokens: int, context: int
+) -> None:
+    faster = dataclasses.replace(hw, bandwidth=hw.bandwidth * factor)
+    batch = Batch(tokens, max(1, tokens // 3), context, 2, 1)
+    for layer in pieces.pieces(s, Layout()).layers:
+        if layer.op == spec.op:
+            a, b = estimate(spec, layer, hw, batch), estimate(spec, layer, faster, batch)
+            assert b.us <= a.us and b.floor_us <= a.floor_us and a.floor_us <= a.us * 1.001
+
+
+@given(subjects(), st.sampled_from([h for h in hardware.ROWS if not h.cpu]), st.sampled_from(SPECS))
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_a_forced_kernel_that_cannot_run_raises(s: Subject, hw: hardware.Hardware, spec: KernelSpec) -> None:
+    options = plan.Options(ENGINE, kernels={spec.op: (spec.name,)})
+    layers = [x for x in pieces.pieces(s, Layout()).layers if x.op == spec.op]
+    concerned = [x for x in layers if all(f.name in spec.formats for f in x.formats)]
+    if concerned and all(unfit(spec, x, hw, "bfloat16") is None for x in concerned):
+        made = plan.make(s, hw, options)
+        chosen = {p.layer.path: p.choice.picks for p in made.layers}
+        assert all(pick.kernel == spec for x in concerned for pick in chosen[x.path])
+    else:
+        with pytest.raises(UserError, match=spec.name):
+            plan.make(s, hw, options)
+
+
+# --- where each piece lies --------------------------------------------------------------------------------------------
+
+
+def test_kv_heads_are_repeated_and_value_heads_stay_with_their_key(public: Callable[[str], Subject]) -> None:
+    s = public("nvidia/Qwen3.5-397B-A17B-NVFP4")  # 2 KV heads, 16 key heads with 64 value heads
+    states = pieces.pieces(s, Layout(8)).states  # F26, B34
+    assert {x.heads for state in states for x in state if isinstance(x, PagedKv)} == {1}
+    recurrent = [x for x in states[5] if not isinstance(x, PagedKv)]
+    assert recurrent[0].ssm == (8, 128, 128) and recurrent[0].conv == (2 * 2 * 128 + 8 * 128, 3)
+    with pytest.raises(UserError, match="32 query heads and 2 KV heads cannot be cut over 6 ranks"):
+        pieces.pieces(s, Layout(6))
+    made = make(s, "H20", Layout(8, 4))
+    place = {p.layer.path: (p.layer.place, p.layer.local[0]) for p in made.layers}
+    assert place["layers.3.self_attn.k_proj"] == ("rows / 2, each on 4", (256, 4096))
+    assert place["layers.0.mlp.experts"] == ("experts / 4, width / 2", (128, 512, 4096))
+    assert place["layers.3.attention"] == ("heads / 8", (4, 1, 256))
+
+
+@given(SIZES, SIZES, st.integers(1, 16))
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_query_heads_find_their_kv_head_on_every_rank(kv: int, group: int, ranks: int) -> None:
+    base = json.loads((Path(__file__).parent.parent / "fixtures" / FIXTURES[0] / "config.json").read_text())
+    text = base.get("text_config", base)
+    text |= {"num_attention_heads": kv * group, "num_key_value_heads": kv}
+    cfg = qwen3_5.parse(base | text | {"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    slots = {s.name: s for s in qwen3_5.weights(cfg)}
+    d = cfg.head_dim
+
+    def heads(name: str, rank: int, unit: int) -> range:  # the heads whose rows this rank's projection holds
+        p = slots[f"layers.0.self_attn.{name}"]
+        assert isinstance(p.placement, Shard)
+        (span,) = ranges(p.placement, p.shape[0], rank, ranks)
+        return range(span[0] // unit, span[1] // unit)
+
+    for rank in range(ranks):
+        if kv * group < ranks:
+            return
+        queries, held = heads("q_proj", rank, 2 * d), heads("k_proj", rank, d)
+        share, odd = divmod(len(queries), len(held))
+        local = None if odd else [held[i // share] for i in range(len(queries))]
+        try:
+            (spec,) = qwen3_5.state_spec(cfg, rank, ranks)
+        except UserError as e:
+            assert "query heads" in str(e) and local != [q // group for q in queries]
+            return
+        assert isinstance(spec, PagedKv) and spec.heads == len(held)
+        assert local == [q // group for q in queries]  # F26: what attention will read is what it should
+
+
+def test_blocks_stay_whole_where_asked(subject: Callable[[str], Subject]) -> None:
+    s = subject("q35moe-w4a16-modelopt")
+    made = make(s, layout=Layout(2), replicate=["layers.*.mlp.shared_expert", "layers.3.self_attn"])  # B30
+    place = {p.layer.path: p.layer.place for p in made.layers}
+    assert place["layers.0.mlp.shared_expert.down_proj"] == place["layers.3.attention"] == "on every rank"
+    assert place["layers.0.mlp.experts"] == "width / 2" and place["layers.0.gated_delta"] == "heads / 2"
+    paged = {
+        x.heads for x in pieces.pieces(s, Layout(2), replicated=["layers.3.*"]).states[1] if isinstance(x, PagedKv)
+    }
+    assert paged == {s.cfg.num_key_value_heads}
+    assert made.memory.weights[0] > make(s, layout=Layout(2)).memory.weights[0]
+    with pytest.raises(UserError, match=r"no such block.*layers\.\*\.mlp\.shared_expert"):
+        make(s, layout=Layout(2), replicate=["layers.*.self_attn.q_proj"])
+
+
+@pytest.mark.parametrize(("tp", "ep", "adp"), [(0, 1, 1), (4, 3, 1), (4, 1, 8), (2000, 1, 1)])
+def test_an_impossible_layout_is_refused(tp: int, ep: int, adp: int) -> None:
+    with pytest.raises(UserError, match=r"--(tp|ep|adp) "):
+        Layout(tp, ep, adp)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loader_cuts_as_planned(
+    subject: Callable[[str], Subject], checkpoint: Callable[[str], Path], ranks: int
+) -> None:
+    from fp4ward.checkpoint.index import open_index
+    from fp4ward.checkpoint.load import load
+
+    name = "q35moe-vl-mixed-w4a16-fp8-modelopt"
+    s = subject(name)
+    for rank in range(ranks):
+        loaded = load(open_index(checkpoint(name)), s.slots, facts=qwen3_5, rank=rank, ranks=ranks)
+        for slot in s.slots:
+            want = local_shape(slot, s.formats.get(slot.name), Layout(ranks), rank, False)
+            assert tuple(loaded.tensors[slot.name].shape) == want, slot.name
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*FORMATS])
+@pytest.mark.parametrize("shape", [(32, 256), (160, 288), (1, 16)])
+def test_bytes_are_those_of_the_weight_in_memory(name: str, shape: tuple[int, int]) -> None:
+    import torch
+
+    from fp4ward.formats.weight import allocate
+
+    assert weight_bytes(FORMATS[name], *shape) == allocate(FORMATS[name], shape, torch.device("cpu")).nbytes
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bf16", "f32", "f64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_pages_and_slots_are_those_that_the_engine_allocates(
+    subject: Callable[[str], Subject], kv: str, dtype: str
+) -> None:
+    import torch
+
+    from fp4ward.runtime.state import State
+
+    spec = qwen3_5.state_spec(subject("q35moe-w4a16-modelopt").cfg)
+    made = State.allocate(
+        spec, pages=3, page_size=16, slots=2, dtype=getattr(torch, dtype), kv_dtype=kv, device=torch.device("cpu"),
+        kv_scales={},
+    )  # fmt: skip
+    held = sum(t.nbytes for layer in made.layers for t in vars(layer).values() if isinstance(t, torch.Tensor))
+    assert held == 3 * memory.page_bytes(spec, 16, kv) + 2 * memory.slot_bytes(spec, dtype)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", [FIXTURES[0], FIXTURES[4]])
+def test_a_cpu_run_allocates_no_more_than_planned(
+    subject: Callable[[str], Subject], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str,
+    packed: bool,
+) -> None:  # fmt: skip
+    from fp4ward.llm import LLM
+
+    if packed:
+        monkeypatch.setattr("fp4ward.llm.UNPACK_BYTES", 0)
+        monkeypatch.setattr("fp4ward.plan.UNPACK_BYTES", 0)
+    made = make(subject(name), "cpu")
+    llm = LLM(str(checkpoint(name)), device="cpu", show_progress=False)
+    assert llm.engine.limits.max_model_len == made.memory.context
+    tensors = [t for layer in llm.engine.runner.state.layers for t in vars(layer).values() if hasattr(t, "nbytes")]
+    assert sum(t.nbytes for t in tensors) == made.memory.slots + made.memory.pages * made.memory.page
+    seen: dict[int, int] = {}
+    stack: list[Any] = [llm.engine.runner.model]
+    visited: set[int] = set()
+    while stack:  # every tensor that the model holds, once
+        x = stack.pop()
+        if id(x) in visited:
+            continue
+        visited.add(id(x))
+        if hasattr(x, "untyped_storage"):
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif isinstance(x, dict):
+            stack += x.values()
+        elif isinstance(x, list | tuple):
+            stack += x
+        elif hasattr(x, "__dict__") and type(x).__module__.startswith("fp4ward"):
+            stack += vars(x).values()
+    assert 0.8 * made.memory.weights[0] < sum(seen.values()) <= made.memory.weights[0]
+
+
+def test_the_rank_with_the_least_room_counts(public: Callable[[str], Subject]) -> None:
+    made = make(public("nvidia/Qwen3.6-27B-NVFP4"), "RTX-5090", Layout(2))
+    assert len(set(made.memory.weights)) == 1
+    many = make(public("nvidia/Qwen3.5-397B-A17B-NVFP4"), "B200", Layout(6, 3, 6))  # 512 experts over 3: 171, 171, 170
+    assert len(set(many.memory.weights)) == 2 and many.memory.weights[many.memory.rank] == max(many.memory.weights)
+
+
+def test_what_does_not_fit_says_what_to_change(public: Callable[[str], Subject]) -> None:
+    s = public("nvidia/Qwen3.6-35B-A3B-NVFP4")
+    small = make(s, "RTX-4090", max_model_len=262144)
+    assert small.failures[0].startswith("--max-model-len 262144: RTX-4090 has room for")
+    assert small.failures[-1] == "--tp 2 fits"
+    assert make(s, "RTX-4090", max_num_seqs=1, max_model_len=4096).failures == ()
+    many = make(s, "RTX-4090", max_num_seqs=1000)
+    assert "1000 recurrent slots" in many.failures[0]
+    lone = make(s, "sm=90,mem=4,bw=1,bf16=1")
+    assert lone.failures[0].endswith("weights take 19.5")
+    laptop = make(s, "cpu,mem=25")  # the default cache is too much for it, a smaller one is not
+    assert laptop.failures[-1].startswith("--kv-cache-memory-bytes ") and laptop.failures[-1].endswith("GiB fits")
+    size = float(laptop.failures[-1].split()[1].removesuffix("GiB"))
+    assert make(s, "cpu,mem=25", kv_cache_memory_bytes=int(size * 2**30)).failures == ()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_loads_no_torch(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copyfile(checkpoint(FIXTURES[0]) / "config.json", tmp_path / "config.json")
+    code = (
+        "import sys; from fp4ward.cli import main; code = main(sys.argv[1:]); "
+        "print(code, sorted({'torch', 'triton', 'numpy', 'safetensors'} & set(sys.modules)), file=sys.stderr)"
+    )
+    for folder in (checkpoint(FIXTURES[0]), tmp_path):
+        for more in (["--gpu", "H200", "--tp", "2"], ["--json"], ["--why", "lm_head"]):
+            done = subprocess.run(
+                [sys.executable, "-c", code, "plan", str(folder), *more], capture_output=True, text=True
+            )
+            assert done.stderr.strip().splitlines()[-1] == "0 []", done.stderr
+            assert "lm_head" in done.stdout
+
+
+def test_the_largest_model_takes_a_second(published: Path, tmp_path: Path) -> None:
+    for part in ("config", "hf_quant_config"):
+        shutil.copyfile(published / f"nvidia--Qwen3.5-397B-A17B-NVFP4_{part}.json", tmp_path / f"{part}.json")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    command = [sys.executable, "-m", "fp4ward", "plan", str(tmp_path), "--gpu", "H20", "--tp", "8"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2  # of one core; 0.3 s measured
+
+
+def test_the_command(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(checkpoint(FIXTURES[0]))
+    assert main(["plan", folder, "--gpu", "H200", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tensors_seen"] and record["failures"] == [] and len(record["layers"]) == 49
+    assert set(record["layers"][-1]["kernels"]) == {"1", "2-16", "17-64", "prefill"}
+    assert main(["plan", folder, "--gpu", "H200", "--why", "layers.0.mlp.experts"]) == 0
+    out = capsys.readouterr().out
+    assert "reference_experts" in out and "triton_w4a16_experts is interpreted on CPU" in out
+    for more, word in (
+        (["--why", "layers.0.mlp.expert"], "there is embed_tokens"),
+        (["--gpu", "V100"], "known are"),
+        (["--why", "lm_head", "--json"], "both given"),
+        (["--tp", "5"], "5 ranks"),
+        (["--kernel", "experts=marlin"], "triton_w4a16_experts"),
+        (["--max-model-len", "999999999"], "max_model_len"),
+        (["--gpu", "H200,mem=0.5"], "weights take"),
+    ):
+        assert main(["plan", folder, "--gpu", "H200", *more]) == 2, more
+        assert word in capsys.readouterr().err, more
+
+
+def test_nothing_is_planned_for_a_folder_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path), "--gpu", "cpu"]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
