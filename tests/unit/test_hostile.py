@@ -100,9 +100,15 @@ def test_output_without_room_is_one_sentence() -> None:
     assert done.stderr.decode().splitlines() == ["fp4ward: error: [Errno 28] No space left on device"]
 
 
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_an_answer_at_once() -> None:
     command = [*GENERATE, "--max-tokens", "4000", "--ignore-eos", "--log-level", "error"]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Where the tests run in a shell's background, SIGINT is ignored, and that is inherited.
+    with subprocess.Popen(command, cwd=REPO, preexec_fn=heed_interrupts, **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
