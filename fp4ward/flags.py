@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder, Hugging Face name, or demo (comes along)")
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name")
 
 
 def _log_level(parser: argparse.ArgumentParser, default: str) -> None:

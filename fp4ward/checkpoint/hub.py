@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder: a folder itself, a Hugging Face name, or "demo", which comes along.
+"""From what the user calls a model to a folder: a folder itself, a Hugging Face name, or the package's own "demo".
 
 Only safetensors, JSON, the chat template and tokenizer files are fetched: no pickle, no code.
 """
@@ -33,7 +33,7 @@ def resolve_model(model: str, revision: str | None = None, *, weights: bool = Tr
         if revision is not None:
             raise UserError(f"demo is the model in this package, so the revision '{revision}' has no meaning")
         if not (DEMO / "config.json").is_file():
-            raise UserError(f"this installation of fp4ward came without the demo model ({DEMO}); install it again")
+            raise UserError(f"this installation of fp4ward came without the demo model ({DEMO}); give a folder")
         return DEMO
     if os.path.isdir(path):
         if revision is not None:

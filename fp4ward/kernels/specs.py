@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fp4ward.formats.formats import FORMATS, Format
 from fp4ward.hardware import Hardware
 
-TESTED, INTERPRETED = "tested on H200", "interpreted on CPU"
+TESTED = "tested on H200"
 NEVER_RUN, REFERENCE = "compiled, never run on this hardware", "the definition, tested on CPU"
 BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
 ITEM = {BF16: 2, F16: 2, F32: 4, F64: 8}  # bytes
@@ -96,11 +96,11 @@ LAUNCH_US = {False: 4.5, True: 5.0}  # GPU (fitted to cuBLAS on an H200 below), 
 SPECS: tuple[KernelSpec, ...] = (
     KernelSpec("torch_linear", "linear", tuple(DENSE), "linear", TESTED, memory=1.0, compute=0.85),
     KernelSpec(
-        "triton_w4a16_linear", "linear", ("nvfp4",), "triton_linear", INTERPRETED,
+        "triton_w4a16_linear", "linear", ("nvfp4",), "triton_linear", NEVER_RUN,
         min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42,
     ),
     KernelSpec(
-        "triton_w4a16_experts", "experts", ("nvfp4",), "triton_experts", INTERPRETED,
+        "triton_w4a16_experts", "experts", ("nvfp4",), "triton_experts", NEVER_RUN,
         min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42, launches=(4, 0),
     ),
     KernelSpec("reference_linear", "linear", tuple(FORMATS), "linear", REFERENCE, extra=24, launches=(12, 0), f32=True),

@@ -634,7 +634,7 @@ def test_the_command(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFi
     assert set(record["layers"][-1]["kernels"]) == {"1", "2-16", "17-64", "prefill"}
     assert main(["plan", folder, "--gpu", "H200", "--why", "layers.0.mlp.experts"]) == 0
     out = capsys.readouterr().out
-    assert "reference_experts" in out and "triton_w4a16_experts is interpreted on CPU" in out
+    assert "reference_experts" in out and "triton_w4a16_experts is compiled, never run on this hardware" in out
     for more, word in (
         (["--why", "layers.0.mlp.expert"], "there is embed_tokens"),
         (["--gpu", "V100"], "known are"),
