@@ -13,12 +13,14 @@ import collections
 import copy
 import json
 import multiprocessing
+import random
 import time
 from pathlib import Path
 from typing import Any
 
 import model as demo
 import numpy as np
+import planted
 import recipe
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 tasks = recipe.tasks
+NOTICED = 4.0  # nats: what a token of an answer should cost at least when a fault is planted
 NEW_TOKENS = {"arithmetic": 110, "recall": 10, "sorting": 48, "copying": 96, "choice": 40}
 
 
@@ -92,6 +95,7 @@ class Trainer:
                 module.register_forward_hook(lambda _m, _i, out: self.routed.append((out[0], out[2])))
         self.main_parameters = list(self.model.parameters())
         self.optimizers = make_optimizers(args.optimizer, [self.model, self.mtp], args.lr, args.weight_decay)
+        self.rng = random.Random(args.seed)
         self.quantizer = demo.FakeQuant([(n, p) for n, p in self.model.named_parameters() if demo.is_quantized(n)])
 
     def losses(self, tokens: np.ndarray, weights: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
@@ -131,12 +135,31 @@ class Trainer:
         }
         return loss + loss2 + self.args.balance * len(balance) * aux, {k: v.detach() for k, v in shown.items()}
 
+    def fault_loss(self, tokens: np.ndarray, weights: np.ndarray) -> tuple[Tensor, str]:
+        """How far the answers under a random fault are from wrong: the mean of max(0, NOTICED - cross entropy)."""
+        fault = self.rng.choice(planted.FAULTS)
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device, non_blocking=True)
+        trunk = self.model.model
+        changed = fault(dict(trunk.named_parameters()), self.rng)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            hidden = torch.func.functional_call(trunk, changed, (), {"input_ids": ids, "use_cache": False})
+            at, label, weight = targets(tokens, weights, 1, self.device)
+            rows = hidden.last_hidden_state.reshape(-1, self.model.config.hidden_size)[at]
+            logits = F.linear(rows, self.model.lm_head.weight).float()
+        each = (NOTICED - F.cross_entropy(logits, label, reduction="none")).clamp_min(0)
+        return (each * weight).sum() / weight.sum(), fault.__name__
+
     def step(self, batch: tuple[np.ndarray, np.ndarray], lr: float, quantized: bool) -> dict[str, Tensor]:
         exact = self.quantizer.swap_in() if quantized else None
         total, shown = self.losses(*batch)
         total.backward()
         if exact is not None:
             self.quantizer.swap_out(exact)
+        if self.args.notice:
+            half = (len(batch[0]) + 1) // 2
+            hinge, name = self.fault_loss(batch[0][:half], batch[1][:half])
+            (self.args.notice * hinge).backward()
+            shown[name] = hinge.detach()
         shown["norm"] = nn.utils.clip_grad_norm_(self.main_parameters, 1.0)
         nn.utils.clip_grad_norm_(self.mtp.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -243,16 +266,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--balance", type=float, default=0.005, help="weight of the load-balancing loss, per layer")
+    parser.add_argument("--notice", type=float, default=0.0, help="weight of the loss under faults (planted.py)")
     parser.add_argument("--warmup", type=int, default=200, help="steps")
     parser.add_argument("--qat-from", type=float, default=0.7, help="part of the time after which weights are rounded")
+    parser.add_argument("--qat-every", type=int, default=1, help="of those steps, round in every such many")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--long-rows", type=int, default=16)
     parser.add_argument("--long-length", type=int, default=2176)
     parser.add_argument("--long-every", type=int, default=5, help="every how many steps a long batch comes")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--eval-count", type=int, default=300, help="questions per family at the end")
-    parser.add_argument("--check-count", type=int, default=64, help="questions per family in four checks on the way")
+    parser.add_argument("--eval-count", type=int, default=300, help="questions per family at the end, or 0")
+    parser.add_argument("--check-count", type=int, default=64, help="questions per family in four checks, or 0")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=10**9)
     return parser.parse_args()
@@ -303,7 +328,7 @@ def main() -> None:
         part = counters["elapsed"] / limit
         lr = args.lr * counters["scale"] * min(1.0, (counters["step"] + 1) / args.warmup) * max(0.0, 1 - part)
         batch = data.next(counters["step"] % args.long_every == args.long_every - 1)
-        shown = trainer.step(batch, lr, part >= args.qat_from)
+        shown = trainer.step(batch, lr, part >= args.qat_from and counters["step"] % args.qat_every == 0)
         counters["step"] += 1
         counters["tokens"] += batch[0].size
         seen += batch[0].size
@@ -335,7 +360,9 @@ def main() -> None:
                 counters["evals"] += 1
                 demo.write_checkpoint(args.out / "export", trainer.model, trainer.mtp)
                 try:  # what fails here must not end the run
-                    log(held_out=accuracies(trainer.evaluate(args.check_count, part >= args.qat_from)))
+                    if args.check_count:
+                        checked = trainer.evaluate(args.check_count, part >= args.qat_from)
+                        log(held_out=accuracies(checked))
                 except RuntimeError as error:
                     log(error=str(error)[:300])
                 last_log = time.time()
@@ -343,9 +370,10 @@ def main() -> None:
         worker.terminate()
     save()
     demo.write_checkpoint(args.out / "export", trainer.model, trainer.mtp)
-    results = {"bf16": trainer.evaluate(args.eval_count, False), "nvfp4": trainer.evaluate(args.eval_count, True)}
+    forms = {"bf16": False, "nvfp4": True} if args.eval_count else {}
+    results = {name: trainer.evaluate(args.eval_count, rounded) for name, rounded in forms.items()}
     short = {k: accuracies(v) for k, v in results.items()}
-    log(final=short, examples={k: v for k, v in results["bf16"].items() if k.startswith("example")})
+    log(final=short, examples={k: v for k, v in results.get("bf16", {}).items() if k.startswith("example")})
     report = {"counters": counters, "accuracy": short, "answers": results, "questions": args.eval_count}
     (args.out / "export" / "training.json").write_text(json.dumps(report), encoding="utf-8")
     (args.out / "done.json").write_text(json.dumps({"counters": counters, "accuracy": short}), encoding="utf-8")

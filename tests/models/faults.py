@@ -43,11 +43,14 @@ def swap_gate_and_up(tensors: Tensors) -> None:
         tensors[name], tensors[other] = tensors[other], tensors[name]
 
 
-def double_a_global(tensors: Tensors) -> None:
-    """Of the first full-attention layer's output projection: one weight of 434."""
-    name = min((n for n in tensors if n.endswith("self_attn.o_proj")), key=lambda n: int(n.split(".")[1]))
-    w = tensors[name]
-    tensors[name] = dataclasses.replace(w, parts={**w.parts, "global_scale": 2 * w.parts["global_scale"]})
+def double_global(name: str) -> Callable[[Tensors], None]:
+    """Of one projection out of 434."""
+
+    def plant(tensors: Tensors) -> None:
+        w = tensors[name]
+        tensors[name] = dataclasses.replace(w, parts={**w.parts, "global_scale": 2 * w.parts["global_scale"]})
+
+    return plant
 
 
 def repeat_shared_expert(times: int) -> Callable[[LLM], None]:
@@ -81,18 +84,18 @@ FAULTS: dict[str, tuple[Callable[[Tensors], None] | None, Callable[[LLM], None] 
     "none": (None, None, False),
     "shared expert counted 2 times": (None, repeat_shared_expert(2), False),
     "shared expert counted 8 times": (None, repeat_shared_expert(8), True),
-    "block scales shifted by one": (shift_block_scales, None, False),
+    "block scales shifted by one": (shift_block_scales, None, True),
     "nibbles swapped": (swap_nibbles, None, True),
     "gate and up swapped": (swap_gate_and_up, None, True),
     "key heads repeated the wrong way": (None, tile_key_heads, False),
-    "one projection's global scale doubled": (double_a_global, None, False),
+    "one projection's global scale doubled": (double_global("layers.3.self_attn.o_proj"), None, False),
 }
 
 
 @contextmanager
 def faulty(name: str, model: str | Path, **settings: Any) -> Iterator[LLM]:
-    """An LLM with this fault in it."""
-    tensors_fault, model_fault, _ = FAULTS[name]
+    """An LLM with this fault in it: a name in FAULTS, or the name of a projection whose global scale is doubled."""
+    tensors_fault, model_fault, _ = FAULTS[name] if name in FAULTS else (double_global(name), None, False)
 
     def load(*args: Any, **kw: Any) -> loading.Loaded:
         loaded = loading.load(*args, **kw)
