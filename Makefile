@@ -1,4 +1,4 @@
-# make demo   the main job on a small checkpoint that the repository carries
+# make demo   the bundled demo model answers a question, and a quick evaluation of it
 # make test   everything that continuous integration runs
 # Both set up .venv from nothing on first use and reuse it afterwards.
 #
@@ -13,14 +13,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-FIXTURE := tests/fixtures/q35moe-w4a16-modelopt
-FIXTURE_PROMPT := 364,64,351,242,452,113,210,401,102,182,260,232,476,214,279,119
+QUESTION := Mia has 8 boxes with 12 pens in each. 17 more arrive. How many pens are there now?
 
 .PHONY: demo test format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.runtime
-	$(BIN)/fp4ward generate $(FIXTURE) --prompt-token-ids $(FIXTURE_PROMPT) --max-tokens 16 --temperature 0
+	echo "$(QUESTION)" | $(BIN)/fp4ward chat demo --no-thinking
+	$(BIN)/fp4ward eval demo --quick
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import fp4ward.llm  # noqa: E402
+import fp4ward.plan  # noqa: E402
 from fp4ward import LLM, SamplingParams  # noqa: E402
 
 TOKENS, RUNS = 64, 5
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     unpacked = LLM(args.model, device="cpu", show_progress=False)
-    fp4ward.llm.UNPACK_BYTES = 0
+    fp4ward.plan.UNPACK_BYTES = 0
     models = {"unpacked": unpacked, "packed": LLM(args.model, device="cpu", show_progress=False)}
     variants = list(itertools.product(models, sorted({1, os.cpu_count() or 1}), (1, 16)))
     found: dict[tuple[str, int, int], list[float]] = {v: [] for v in variants}

@@ -12,14 +12,10 @@ groups, split, warps, stages). Exit code 1 when an error exceeds 4e-3. Needs a G
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
-from statistics import median
 
 import torch
 import triton
@@ -28,68 +24,40 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.common import COLD, abba, capture, copies_for, head, norm_error, random_weight, write_lines  # noqa: E402
 from fp4ward.formats.formats import NVFP4  # noqa: E402
 from fp4ward.formats.weight import Weight  # noqa: E402
 from fp4ward.kernels import experts, triton_experts, triton_linear  # noqa: E402
 
 LINEAR = [(2048, 2048), (8192, 2048), (4096, 4096), (16384, 4096), (4096, 8192), (12288, 4096)]  # N, K
 MOE = {"35B-A3B": (256, 8, 2048, 512), "397B-A17B": (512, 10, 4096, 1024)}  # E, k, H, I
-COLD = 256 << 20  # bytes of weights that a graph goes through before it meets one again
 
 
-def random_weight(*shape: int) -> Weight:
-    """Random bytes are random codes; scales from 2^-6 to 2^5, one global a row."""
-    *rows, k = shape
-    packed = torch.randint(0, 256, (*rows, k // 2), dtype=torch.uint8, device="cuda")
-    scale = torch.randint(8, 96, (*rows, k // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    glob = (torch.rand(rows, device="cuda") + 0.5) / (12 * k**0.5)
-    return Weight(NVFP4, {"packed": packed, "block_scale": scale, "global_scale": glob})
-
-
-def microseconds(calls: list[Callable[[], Tensor]], repeats: int = 15) -> float:
+def microseconds(calls: list[Callable[[], Tensor]]) -> float:
     """Median time of one of `calls`, all captured in one graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / len(calls))
-    return median(times[2:])
+    for call in calls[:2]:
+        call()
+    return abba({"": capture(calls, len(calls))}, 7)[""][0]
 
 
 def copies(w: list[Weight]) -> list[list[Weight]]:
-    count = max(2, min(64, math.ceil(COLD / sum(one.nbytes for one in w))))
+    count = min(64, copies_for(sum(one.nbytes for one in w)))
     return [w] + [[Weight(NVFP4, {n: p.clone() for n, p in one.parts.items()}) for one in w] for _ in range(count - 1)]
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 def bench_linear(n: int, k: int, tokens: int) -> dict[str, float]:
-    sets = copies([random_weight(n, k)])
+    sets = copies([random_weight("nvfp4", n, k)])
     w = sets[0][0]
     x = torch.randn(tokens, k, device="cuda").bfloat16()
-    wrong = error(triton_linear.linear(x, w), x.double() @ w.dense(torch.float64).T)
+    wrong = norm_error(triton_linear.linear(x, w), x.double() @ w.dense(torch.float64).T)
     us = microseconds([lambda w=s[0]: triton_linear.linear(x, w) for s in sets])
-    dense = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(max(2, math.ceil(COLD / (2 * n * k))))]
+    dense = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(copies_for(2 * n * k))]
     torch_us = microseconds([lambda d=d: x @ d.T for d in dense])
     return {"bytes": w.nbytes, "flops": 2 * tokens * n * k, "us": us, "torch_bf16_us": torch_us, "error": wrong}
 
 
 def bench_moe(e: int, top_k: int, h: int, i: int, tokens: int) -> dict[str, float]:
-    sets = copies([random_weight(e, i, h), random_weight(e, i, h), random_weight(e, h, i)])
+    sets = copies([random_weight("nvfp4", e, i, h), random_weight("nvfp4", e, i, h), random_weight("nvfp4", e, h, i)])
     x = torch.randn(tokens, h, device="cuda").bfloat16()
     # One routing of one token meets so few experts that they would stay in the cache: many routings, each cold.
     size = sum(w.nbytes for w in sets[0])
@@ -98,7 +66,7 @@ def bench_moe(e: int, top_k: int, h: int, i: int, tokens: int) -> dict[str, floa
     few = min(tokens, 4)  # the reference decodes an expert a pair
     weights, ids = routes[0]
     want = experts.reference(x[:few].double(), *sets[0], weights[:few].double(), ids[:few])
-    wrong = error(triton_experts.experts(x, *sets[0], weights, ids)[:few], want)
+    wrong = norm_error(triton_experts.experts(x, *sets[0], weights, ids)[:few], want)
     work = [(sets[j % len(sets)], *route) for j, route in enumerate(routes)]
     us = microseconds([lambda s=s, w=w, i=i: triton_experts.experts(x, *s, w, i) for s, w, i in work])
     met = sum(int(ids.unique().numel()) for _, ids in routes) / draws
@@ -118,15 +86,7 @@ def main() -> int:
     if args.block:
         forced = triton_linear.Block(*map(int, args.block.split(",")))
         triton_linear.block_for = triton_experts.block_for = lambda *_: forced
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    head = {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "commit": args.commit or described.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
+    about = head(args.commit) | {"triton": triton.__version__}
     cases = [("linear", f"{n}x{k}", (n, k)) for n, k in LINEAR] if "linear" in args.op else []
     cases += [("moe", name, shape) for name, shape in MOE.items()] if "moe" in args.op else []
     lines, worst = [], 0.0
@@ -143,10 +103,8 @@ def main() -> int:
                 f"{op:7}{name:12}{tokens:7}{floor:10.1f}{row['us']:10.1f}{share}{torch_us}{row['error']:9.1e}",
                 flush=True,
             )
-            lines.append(json.dumps(head | {"op": op, "shape": name, "tokens": tokens, "floor_us": floor} | row))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("\n".join(lines) + "\n")
+            lines.append(about | {"op": op, "shape": name, "tokens": tokens, "floor_us": floor} | row)
+    write_lines(args.out, lines)
     return int(worst > 4e-3)
 
 

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -27,6 +28,8 @@ from fp4ward.config import EngineConfig
 from fp4ward.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from fp4ward.llm import LLM
     from fp4ward.runtime.request import RequestOutput, SamplingParams
 
@@ -391,16 +394,16 @@ def _plan(args: argparse.Namespace) -> int:
     options = plan.Options(
         EngineConfig(model=args.model, **settings),
         pieces.Layout(args.tp, args.ep, args.adp),
-        plan.parse_wishes(args.kernel),
         tuple(args.replicate),
     )
+    plan.parse_wishes(options.config.kernel)
     machine = hardware.detect() if args.gpu is None else hardware.parse(args.gpu)
-    if args.check_sharding and (args.tp == 1 or args.ep > 1 or args.adp > 1 or args.replicate):
-        raise UserError("--check-sharding needs tensor parallelism: give --tp 2 or more, no --ep, --adp, --replicate")
+    if args.check_sharding and (args.tp == 1 or args.adp > 1):
+        raise UserError("--check-sharding is for ranks that share every request: give --tp 2 or more, and no --adp")
     folder = resolve_model(args.model, args.revision, weights=False)
     made = plan.make(pieces.read(folder, args.model), machine, options)
     if args.check_sharding:
-        _check_sharding(folder, args.tp)
+        _check_sharding(folder, args)
     if args.html is not None:
         Path(args.html).write_text(plan_text.html(made), encoding="utf-8")
     if args.json:
@@ -410,15 +413,16 @@ def _plan(args: argparse.Namespace) -> int:
     return _fail(f"error: {'; '.join(made.failures)}", 2) if made.failures else 0
 
 
-def _check_sharding(folder: Path, ranks: int) -> None:
+def _check_sharding(folder: Path, args: argparse.Namespace) -> None:
     """Type the forward as the first, a middle and the last rank; UserError where it does not type."""
     from fp4ward import facts, models
     from fp4ward.checkpoint.index import open_documents
     from fp4ward.parallel.typed import check_sharding
 
-    config = open_documents(folder).config
+    config, ranks = open_documents(folder).config, args.tp
+    known, forward = facts.load(config), models.load(facts.architecture(config))
     for rank in sorted({0, ranks // 2, ranks - 1}):
-        check_sharding(facts.load(config), models.load(facts.architecture(config)), config, ranks, rank)
+        check_sharding(known, forward, config, ranks, rank, ep=args.ep, replicate=args.replicate)
     log.info("sharding types: the forward types on %d ranks, seen from the first, a middle and the last", ranks)
 
 
@@ -446,6 +450,38 @@ def _lint(args: argparse.Namespace) -> int:
     return _fail(f"error: {args.model}: {errors} error{'s' * (errors > 1)} found", 2) if errors else 0
 
 
+# --- warm -------------------------------------------------------------------------------------------------------------
+
+
+def _warm(args: argparse.Namespace) -> int:
+    from fp4ward import hardware
+
+    only_sm = re.fullmatch(r"sm=(\d{2,3})", args.gpu or "")
+    sm = int(only_sm[1]) if only_sm else (hardware.parse(args.gpu) if args.gpu else hardware.detect()).sm
+    if sm == 0:
+        raise UserError("this machine has no NVIDIA GPU, and a CPU needs no kernels; name one with --gpu, such as H200")
+    from fp4ward.checkpoint.load import progress_bar
+
+    nvrtc = _kernels()
+    rows, arch, start = nvrtc.rows(sm), nvrtc.arch(sm), time.perf_counter()
+    with progress_bar(f"compiling for {arch}", count=True) as progress:
+        kept = nvrtc.warm(rows, arch, progress if log.isEnabledFor(logging.INFO) else None)
+    took = time.perf_counter() - start
+    if kept < len(rows):
+        raise UserError(f"{nvrtc.cache()} takes no files, so nothing was kept; FP4WARD_CACHE names another folder")
+    print(f"{kept} kernels for {arch} are in {nvrtc.cache()}, {took:.1f} s")
+    return 0
+
+
+def _kernels() -> ModuleType:
+    """fp4ward.kernels.nvrtc, told where the user keeps caches."""
+    from fp4ward.kernels import nvrtc
+
+    own, all_caches = os.environ.get("FP4WARD_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    nvrtc.folder = Path(own) if own else Path(all_caches, "fp4ward") if all_caches else None
+    return nvrtc
+
+
 # --- env --------------------------------------------------------------------------------------------------------------
 
 
@@ -462,15 +498,18 @@ def _env(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, *, text: bool, chat: bool) -> tuple[LLM, float]:
     """The model of these flags and the seconds it took. What can be refused is, before any weight is read."""
+    from fp4ward.plan import parse_wishes
+
     settings = {name: getattr(args, name) for name in flags.ENGINE if getattr(args, name) is not None}
-    EngineConfig(model=args.model, **settings)  # before seconds of importing torch
+    parse_wishes(EngineConfig(model=args.model, **settings).kernel)  # before seconds of importing torch
     start = time.perf_counter()
     from fp4ward.llm import LLM
 
+    _kernels()
     quiet = not log.isEnabledFor(logging.INFO)
     needs = "chat" if chat else "text" if text else ""
     llm = LLM(args.model, **settings, needs=needs, show_progress=False if quiet else None)
-    if llm.unpacked and "OMP_NUM_THREADS" not in os.environ:
+    if llm.plan.unpacked and "OMP_NUM_THREADS" not in os.environ:
         # A small model's operations take microseconds: threads gain little, and on busy cores they wait for each other.
         from fp4ward.environment import set_threads
 
@@ -519,4 +558,6 @@ def _logging_to_stderr(level: str) -> Iterator[None]:
         log.propagate = True
 
 
-COMMANDS = {"generate": _generate, "chat": _chat, "eval": _eval, "plan": _plan, "lint": _lint, "env": _env}
+COMMANDS = {
+    "generate": _generate, "chat": _chat, "eval": _eval, "plan": _plan, "lint": _lint, "warm": _warm, "env": _env,
+}  # fmt: skip

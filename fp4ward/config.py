@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fp4ward.errors import UserError
@@ -35,7 +36,8 @@ class EngineConfig:
     DTYPES. device: "auto", "cpu", "cuda" or "cuda:1". kv_cache_dtype: "auto" or a key of KV_DTYPES. max_model_len:
     tokens of prompt and answer together. max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of
     one step (a longer prompt is computed in chunks). block_size: tokens of one page of the KV cache.
-    kv_cache_memory_bytes: size of the cache, None lets the engine choose. seed: of requests that bring none.
+    kv_cache_memory_bytes: size of the cache, None lets the engine choose. kernel: "op=name[,name]", the kernels that an
+    operation may use. seed: of requests that bring none.
     """
 
     model: str
@@ -48,6 +50,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
+    kernel: Sequence[str] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +67,8 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if isinstance(self.kernel, str) or not all(isinstance(one, str) for one in self.kernel):
+            raise UserError(f"kernel={self.kernel!r}: a list of texts such as 'experts=reference_experts' is expected")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed!r}: a whole number from 0 to 2^63-1 is expected")
         if self.max_num_batched_tokens < self.max_num_seqs:

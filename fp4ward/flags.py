@@ -91,9 +91,6 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--ep", type=int, default=1, metavar="N", help="groups of ranks that share out the experts (1)")
     plan.add_argument("--adp", type=int, default=1, metavar="N", help="groups that attend to their own requests (1)")
     plan.add_argument(
-        "--kernel", action="append", default=[], metavar="OP=NAME[,NAME]", help="allow these only; may be repeated"
-    )
-    plan.add_argument(
         "--replicate", action="append", default=[], metavar="PATTERN",
         help="keep blocks whole on every rank, such as 'layers.*.mlp.shared_expert'; may be repeated",
     )  # fmt: skip
@@ -117,15 +114,23 @@ def parser() -> argparse.ArgumentParser:
     lint.add_argument("--json", action="store_true", help="everything as JSON, findings one by one")
     lint.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hugging Face name")
 
+    warm = commands.add_parser(
+        "warm",
+        help="compile the GPU kernels before they are needed",
+        description="Compile every CUDA kernel for a GPU, here or not, into a cache: the folder FP4WARD_CACHE, else "
+        "fp4ward in XDG_CACHE_HOME or ~/.cache. Needs no GPU; a model that is loaded later starts without compiling.",
+    )
+    warm.add_argument("--gpu", metavar="NAME", help="such as H200, RTX-5090 or sm=90 (the one here)")
+
     env = commands.add_parser("env", help="versions and hardware", description="Versions and hardware, for reports.")
     env.add_argument("--json", action="store_true", help="as JSON")
-    for command in (generate, chat, evaluate, plan, lint, env):
+    for command in (generate, chat, evaluate, plan, lint, warm, env):
         _log_level(command, argparse.SUPPRESS)
     return top
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name")
+    parser.add_argument("model", metavar="MODEL", help="folder, Hugging Face name, or demo (the model in this package)")
 
 
 def _log_level(parser: argparse.ArgumentParser, default: str) -> None:
@@ -180,6 +185,9 @@ def _engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()
     add("--block-size", int, "N", "tokens of a page of the KV cache")
     add("--kv-cache-memory-bytes", _size, "SIZE", "such as 4GiB (what the sequences need)")
     add("--revision", str, "NAME", "branch, tag or commit of a Hugging Face name")
+    group.add_argument(
+        "--kernel", action="append", metavar="OP=NAME[,NAME]", help="allow these kernels only; may be repeated"
+    )
 
 
 def _token_ids(text: str) -> list[int]:

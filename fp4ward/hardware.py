@@ -1,8 +1,8 @@
 """What planning needs to know about a GPU, as rows. Standard library only.
 
-Sources: NVIDIA's datasheets and architecture whitepapers, dense rates (no sparsity) with f32 accumulation; what was
-measured by us is marked and replaces the datasheet. Memory is what a program can see of it, which is less than the
-name on the box: on an H200 139.7 of "141 GB".
+Sources: NVIDIA's datasheets and architecture whitepapers, dense rates (half of those "with sparsity") with f32
+accumulation; what was measured by us is marked and replaces the datasheet. Memory is what a program can see of it,
+less than the name on the box and up to a GiB less than nvidia-smi shows: on an H200 139.7 GiB of "141 GB".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Hardware:
     """One device. sm: compute capability as two digits (90 is Hopper), 0 for a CPU. memory: bytes. bandwidth: bytes/s.
-    bf16, fp8, f32: FLOP/s of products, 0 where there are no such units. fp4: whether there are FP4 tensor cores.
+    bf16, fp8, f32, fp4: FLOP/s of products, 0 where there are no such units.
     source: where bandwidth and rates come from."""
 
     name: str
@@ -30,7 +30,7 @@ class Hardware:
     bf16: float
     fp8: float
     f32: float
-    fp4: bool = False
+    fp4: float = 0.0
     source: str = "datasheet"
 
     @property
@@ -46,41 +46,42 @@ class Hardware:
 
 
 def _row(
-    name: str, sm: int, gib: float, gbs: float, bf16: float, fp8: float, f32: float, fp4: bool = False,
+    name: str, sm: int, gib: float, gbs: float, bf16: float, fp8: float, f32: float, fp4: float = 0.0,
     source: str = "datasheet",
 ) -> Hardware:  # fmt: skip
-    return Hardware(name, sm, int(gib * GIB), gbs * 1e9, bf16 * 1e12, fp8 * 1e12, f32 * 1e12, fp4, source)
+    return Hardware(name, sm, int(gib * GIB), gbs * 1e9, bf16 * 1e12, fp8 * 1e12, f32 * 1e12, fp4 * 1e12, source)
 
 
 ROWS = (
     #    name               SM   GiB    GB/s  bf16  fp8   f32 TFLOP/s
     _row("A100", 80, 79.1, 2039, 312, 0, 19.5),  # SXM, 80 GB
-    _row("L40S", 89, 44.4, 864, 362, 733, 91.6),
-    _row("RTX-4090", 89, 23.5, 1008, 165, 330, 82.6),  # GeForce: half rate with f32 accumulation
-    _row("H20", 90, 95.0, 4000, 148, 296, 44),
-    _row("H20-141", 90, 139.7, 4800, 148, 296, 44),
+    _row("L40S", 89, 44.4, 864, 362, 733, 91.6),  # nvidia-smi: 46068 MiB
+    _row("RTX-4090", 89, 23.5, 1008, 165, 330, 82.6),  # Ada whitepaper; GeForce: half rate with f32 accumulation
+    _row("H20", 90, 95.0, 4000, 148, 296, 44),  # no public datasheet: as resellers and profilers of it print them
+    _row("H20-141", 90, 139.7, 4800, 148, 296, 44),  # HBM3e, else as H20
     _row("H100", 90, 79.1, 3350, 989, 1979, 66.9),  # SXM
     _row("H100-PCIe", 90, 79.1, 2000, 756, 1513, 51.2),
-    _row("H100-NVL", 90, 93.0, 3900, 835, 1671, 60),
+    _row("H100-NVL", 90, 93.0, 3930, 835, 1671, 60),
     # Datasheet 4,800 GB/s and 989 TFLOP/s. Measured 2026-11-30 with torch 2.11: a reduction over 2 GiB reads 4.47 TB/s,
     # a bf16 product of random numbers (cuBLAS) runs at 690 to 800 TFLOP/s.
     _row("H200", 90, 139.7, 4470, 800, 1979, 66.9, source="measured; fp8 and f32 from the datasheet"),
-    _row("GH200", 90, 95.0, 4000, 989, 1979, 66.9),
+    _row("GH200", 90, 95.0, 4000, 989, 1979, 66.9),  # nvidia-smi: 97280 MiB
     _row("GH200-144", 90, 142.0, 4900, 989, 1979, 66.9),
-    _row("B200", 100, 178.0, 8000, 2250, 4500, 80, fp4=True),
-    _row("B300", 103, 268.0, 8000, 2250, 4500, 77, fp4=True),
-    _row("RTX-5090", 120, 31.3, 1792, 209, 419, 104.8, fp4=True),
-    _row("RTX-PRO-6000", 120, 94.9, 1792, 504, 1008, 126, fp4=True),  # Blackwell
-    _row("GB10", 121, 119.6, 273, 125, 250, 31, fp4=True),  # memory shared with the CPU
+    # Datasheets say up to 8 TB/s; the driver's bus width (7680 bits) and clock (3996 MHz) make 7.67.
+    _row("B200", 100, 178.0, 7670, 2250, 4500, 80, fp4=9000),
+    _row("B300", 103, 268.0, 7670, 2250, 4500, 75, fp4=14000),  # Blackwell Ultra; nvidia-smi: 275040 MiB
+    _row("RTX-5090", 120, 31.3, 1792, 209, 419, 104.8, fp4=1676),  # nvidia-smi: 32607 MiB
+    _row("RTX-PRO-6000", 120, 94.9, 1792, 504, 1008, 126, fp4=2015),  # Blackwell, 600 W; nvidia-smi: 97887 MiB
+    _row("GB10", 121, 119.6, 273, 125, 250, 31, fp4=500),  # 1 PFLOP/s sparse FP4; memory shared with the CPU
     # A small machine, for orders of magnitude: 16 GiB, two channels of DDR4, a few AVX2 cores.
     _row("cpu", 0, 16.0, 20, 0, 0, 0.2, source="a small machine, assumed"),
 )
-UNITS = {"sm": 1.0, "mem": GIB, "bw": 1e9, "bf16": 1e12, "fp8": 1e12, "f32": 1e12, "fp4": 1.0}
+UNITS = {"sm": 1.0, "mem": GIB, "bw": 1e9, "bf16": 1e12, "fp8": 1e12, "f32": 1e12, "fp4": 1e12}
 
 
 def parse(text: str) -> Hardware:
     """A row by its name in any spelling ("h200", "NVIDIA H100 PCIe", "rtx5090"), numbers ("sm=90,mem=141,bw=4800,
-    bf16=989": GiB, GB/s, TFLOP/s; fp8, f32 and fp4=1 may follow), or a name with some numbers of its own
+    bf16=989": GiB, GB/s, TFLOP/s; fp8, f32 and fp4 may follow), or a name with some numbers of its own
     ("H20,mem=141,bw=4800"). UserError with what is known."""
     name = ""
     numbers: dict[str, float] = {}
@@ -122,6 +123,21 @@ def _named(name: str) -> Hardware:
     return max(found, key=lambda pair: pair[0])[1]
 
 
+def cpu() -> Hardware:
+    """This machine's CPU: the row's rates, its own memory."""
+    return replace(ROWS[-1], memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def seen(name: str, sm: int, memory: int) -> Hardware:
+    """A GPU as torch sees it. One without a row runs what its SM can, and what is chosen by speed is by rates that are
+    assumed."""
+    try:
+        row = _named(name)
+    except UserError:
+        row = Hardware(name, sm, memory, 5e11, 1e14, 1e14, 1e13, source="assumed: a GPU without a row")
+    return replace(row, sm=sm, memory=min(row.memory, memory))  # less: another card of the name, or a part of one
+
+
 def detect() -> Hardware:
     """The first GPU of this machine as the driver's own tool names it (no CUDA is started), else the CPU; its memory
     is what is really there. UserError for a GPU without a row."""
@@ -132,7 +148,5 @@ def detect() -> Hardware:
     except (OSError, subprocess.SubprocessError):
         found = None
     if found is None:
-        return replace(ROWS[-1], memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    row = _named(found[1])
-    # Less than the row's: another card of the name, or a part of one.
-    return replace(row, memory=min(row.memory, int(found[2]) * 2**20))
+        return cpu()
+    return seen(found[1], _named(found[1]).sm, int(found[2]) * 2**20)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fp4ward import facts, models
+from fp4ward import facts, hardware, models, pieces
 from fp4ward.checkpoint.hub import resolve_model
-from fp4ward.checkpoint.index import open_index
 from fp4ward.checkpoint.load import load, progress_bar
-from fp4ward.config import UNPACK_BYTES, EngineConfig, resolve
+from fp4ward.config import EngineConfig
 from fp4ward.errors import UserError, shown
-from fp4ward.formats.scheme import read_scheme
 from fp4ward.formats.weight import Weight
+from fp4ward.plan import Options
+from fp4ward.plan import make as make_plan
 from fp4ward.runtime.engine import Engine
 from fp4ward.runtime.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams
 from fp4ward.serve.template import ChatTemplate
@@ -32,8 +31,8 @@ class LLM:
     """A loaded model. Keyword arguments are those of fp4ward.config.EngineConfig, where they are explained.
 
     notices: what the checkpoint's files disagree about, and what was left aside. formats: slot -> Format as stored.
-    unpacked: whether the weights were made plain f32. config: the settings with nothing left on "auto". tokenizer: None
-    when the folder has none (token ids still work).
+    plan: which kernels run it, and why (fp4ward.plan_text renders it). config: the settings with nothing left on
+    "auto". tokenizer: None when the folder has none (token ids still work).
     show_progress: a bar while loading; by default only on a terminal. needs: "text" or "chat" if the model is of no use
     without a tokenizer, or without a chat template. UserError, before weights are read where that is possible, when the
     checkpoint or a setting cannot be used.
@@ -45,18 +44,17 @@ class LLM:
             raise UserError(f"LLM has no setting {name!r}; it has {', '.join(sorted(known))}")
         wanted = EngineConfig(model=str(model), **settings)
         folder = resolve_model(wanted.model, wanted.revision)
-        index = open_index(folder)
-        known_facts = facts.load(index.config)
-        cfg = known_facts.parse(index.config)
-        scheme = read_scheme(index.config, index.hf_quant_config, known_facts.canonical)
-        self.config = resolve(
-            wanted,
-            cuda=wanted.device != "cpu" and torch.cuda.is_available(),
-            checkpoint_dtype=cfg.dtype,
-            checkpoint_kv=scheme.kv_cache,
-            max_position_embeddings=cfg.max_position_embeddings,
-        )
+        subject = pieces.read(folder, wanted.model, weights=True)
+        index, cfg = subject.index, subject.cfg
+        assert index is not None
+        forward = models.load(facts.architecture(index.config))
+        self.plan = make_plan(subject, _machine(wanted.device), Options(wanted))
+        if self.plan.failures:
+            raise UserError("; ".join(self.plan.failures))
+        self.config = self.plan.config
         device = torch.device(self.config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Triton launches on the current one
         dtype: torch.dtype = getattr(torch, self.config.dtype)
         self._generation_config = index.generation_config
         self.default_sampling_params()  # refuses what is wrong in the file
@@ -65,16 +63,19 @@ class LLM:
             self._need_template() if needs == "chat" else self._need_tokenizer()
         with contextlib.nullcontext() if show_progress is False else progress_bar() as progress:
             loaded = load(
-                index, known_facts.weights(cfg), facts=known_facts, scheme=scheme, device=device, progress=progress
+                index, subject.slots, facts=subject.facts, assigned=subject.assigned, device=device, progress=progress
             )
-        self.unpacked = device.type == "cpu" and dtype == torch.float32 and _unpack_small(loaded.tensors)
-        self.notices = loaded.notices
+        self.plan = dataclasses.replace(self.plan, subject=dataclasses.replace(subject, index=None, assigned=None))
+        if self.plan.unpacked:
+            _unpack(loaded.tensors, subject.aliases)
+        self.notices = list(self.plan.notices)
         self.formats = loaded.formats
-        built = models.load(facts.architecture(index.config)).Model(cfg, loaded.tensors, dtype)
+        built = forward.Model(cfg, loaded.tensors, dtype)
+        loaded.tensors.clear()  # the layers hold them, until their kernels want another layout
         self.engine = Engine(
             built,
-            known_facts.state_spec(cfg),
-            self.config,
+            subject.facts.state_spec(cfg),
+            self.plan,
             vocab_size=cfg.vocab_size,
             kv_scales=loaded.kv_scales,
             eos_token_ids=_end_tokens(index.generation_config, cfg.eos_token_ids),
@@ -323,13 +324,23 @@ class _Choice:
         )
 
 
-def _unpack_small(tensors: dict[str, Weight | torch.Tensor]) -> bool:
-    """Weights to plain f32, one by one, where all of them together stay within UNPACK_BYTES; whether they do."""
-    packed = {name: w for name, w in tensors.items() if isinstance(w, Weight)}
-    small = sum(4 * math.prod(w.shape) for w in packed.values()) <= UNPACK_BYTES
-    if small:
-        tensors.update((name, w.unpacked()) for name, w in packed.items())
-    return small
+def _machine(device: str) -> hardware.Hardware:
+    """The GPU that a setting means; the CPU where there is none: planning then refuses a setting that asks for one."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return hardware.cpu()
+    at, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
+    if at >= count:
+        raise UserError(f"device={device}: this machine has {count} usable GPU{'s' * (count > 1)}, counted from 0")
+    found = torch.cuda.get_device_properties(at)
+    return hardware.seen(found.name, 10 * found.major + found.minor, found.total_memory)
+
+
+def _unpack(tensors: dict[str, Weight | torch.Tensor], aliases: Mapping[str, str]) -> None:
+    """Weights to plain f32, one by one; tied ones stay one."""
+    for name, w in tensors.items():
+        if isinstance(w, Weight) and name not in aliases:
+            tensors[name] = w.unpacked()
+    tensors.update((name, tensors[target]) for name, target in aliases.items())
 
 
 def _prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from fp4ward.config import CPU_CACHE_BYTES, GPU_CACHE_SHARE, EngineConfig
 from fp4ward.facts import PagedKv, StateSpec
 from fp4ward.hardware import GIB, Hardware
-from fp4ward.kernels.specs import ITEM, LayerDesc
+from fp4ward.kernels.specs import EXPERTS, ITEM, LayerDesc
 from fp4ward.pieces import Pieces
 
 # Taken before any tensor: a CUDA context with its libraries, or an interpreter with torch. Assumed, not measured.
 RESERVED = {False: int(0.6 * GIB), True: int(0.35 * GIB)}
 KV_ITEM = {"fp8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
+# What the engine does not do yet, so what it costs: bytes of captured CUDA graphs, and recurrent states of past prompts
+# that a prefix cache keeps. Both are lines of the account, there to be filled.
+GRAPHS, CHECKPOINTS = 0, 0
 DECODE_BLOCK = 3 * 4 << 23  # the reference decodes blocks of 2^23 weights to f32, with two temporaries
 
 
@@ -22,7 +25,8 @@ DECODE_BLOCK = 3 * 4 << 23  # the reference decodes blocks of 2^23 weights to f3
 class Memory:
     """Bytes of the rank with the least room (`rank`). weights: a rank. page, slot: of one page of K and V, and of one
     sequence's recurrent state, over all layers. slots: of max_num_seqs. cache: what is there for pages. pages: how many
-    the engine takes. context: longest request that they hold, at most max_model_len. scratch: of one step."""
+    the engine takes. context: longest request that they hold, at most max_model_len. scratch: of one step. graphs,
+    checkpoints: of captured CUDA graphs, and of the recurrent states that a prefix cache keeps."""
 
     rank: int
     weights: tuple[int, ...]
@@ -36,6 +40,8 @@ class Memory:
     free: int
     context: int
     block: int
+    graphs: int
+    checkpoints: int
 
     def requests(self, length: int) -> int:
         """How many sequences of `length` tokens there is room for, slots taken from the same bytes."""
@@ -79,9 +85,10 @@ def measure(cut: Pieces, hw: Hardware, config: EngineConfig) -> Memory:
         slot, free = slot_bytes(spec, config.dtype), hw.memory - reserved - own
         count, cache = pages(spec, config, None if hw.cpu else free)
         slots = config.max_num_seqs * slot
-        free -= slots + count * page
+        graphs, checkpoints = 0 if hw.cpu else GRAPHS, CHECKPOINTS * slot
+        free -= slots + count * page + graphs + checkpoints
         context = min(config.max_model_len, count * config.block_size)
-        sizes = (slot, slots, page, count, cache, free, context, config.block_size)
+        sizes = (slot, slots, page, count, cache, free, context, config.block_size, graphs, checkpoints)
         found.append(Memory(rank, cut.weights, reserved, scratch, *sizes))
     return min(found, key=lambda m: (m.context, m.free))
 
@@ -97,7 +104,7 @@ def _scratch(layers: Sequence[LayerDesc], config: EngineConfig) -> int:
             logits = config.max_num_seqs * layer.shape[0] * (item + 12)  # in their type, f32, and sorted for sampling
         elif layer.op == "embedding":
             hidden = 4 * tokens * k * item
-        elif layer.op == "experts":
+        elif layer.op in EXPERTS:
             widest = max(widest, tokens * (4 * n + 3 * k) * (4 + item))
         elif layer.op == "linear":
             widest = max(widest, tokens * (2 * n + k) * (4 + item))
@@ -115,7 +122,8 @@ def failures(m: Memory, hw: Hardware, config: EngineConfig, asked_length: int | 
         return (holds,)
     if m.pages < 1:
         slots = f"{config.max_num_seqs} recurrent slots {m.slots / GIB:.1f}"
-        return (f"{holds} and {slots}: not a page of the KV cache fits ({m.page / 2**20:.2f} MiB)",)
+        cache = f"the KV cache gets {max(m.cache, 0) / 2**20:.0f} MiB, but one page of {m.block} tokens takes"
+        return (f"{holds} and {slots}: {cache} {m.page / 2**20:.2f} MiB",)
     if m.free < m.scratch:
         step = f"a step of {config.max_num_batched_tokens} tokens needs about {m.scratch / GIB:.1f}"
         return (f"{holds}; cache and slots leave {m.free / GIB:.1f}, and {step}",)

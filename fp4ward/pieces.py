@@ -7,19 +7,20 @@ import fnmatch
 import gc
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp4ward import facts
-from fp4ward.checkpoint.assign import assign
-from fp4ward.checkpoint.index import open_documents, open_index, sees_tensors
+from fp4ward.checkpoint.assign import Assignment, assign
+from fp4ward.checkpoint.index import Index, open_documents, open_index, sees_tensors
 from fp4ward.errors import UserError, shown
 from fp4ward.facts import PagedKv, StateSpec
 from fp4ward.formats.formats import DENSE, F32, FP8_BLOCK_SCALED, FP8_CHANNEL, FP8_TENSOR, NVFP4, Format
 from fp4ward.formats.scheme import Notice, Scheme, kv_notices, read_scheme
-from fp4ward.kernels.specs import LayerDesc
+from fp4ward.kernels.specs import EXPERTS, LayerDesc
 from fp4ward.parallel.placement import Experts, Replicate, Shard, Slot, cut, ranges
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -28,7 +29,8 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A checkpoint as far as planning goes. formats: slot -> format in the checkpoint. aliases: slots without a tensor
-    of their own (a tied head). seen: whether headers were read, or only JSON. cfg and facts: the architecture's."""
+    of their own (a tied head). seen: whether headers were read, or only JSON. cfg and facts: the architecture's. index,
+    assigned: for those who then load the weights; assigned is None where tensors were not seen."""
 
     name: str
     facts: Any
@@ -39,34 +41,40 @@ class Subject:
     kv_cache: str | None
     seen: bool
     notices: tuple[Notice, ...] = ()
+    index: Index | None = None
+    assigned: Assignment | None = None
 
 
-def read(folder: Path, name: str = "") -> Subject:
-    """From a checkpoint's headers, or from its JSON alone where there are no safetensors. UserError names the fault."""
+def read(folder: Path, name: str = "", *, weights: bool = False) -> Subject:
+    """From a checkpoint's headers, or from its JSON alone where there are no safetensors and no weights are needed.
+    UserError names the fault."""
     gc.disable()  # 370,000 headers that all stay alive: 14 s with the collector looking at them, 7 without
     try:
-        return _read(folder, name)
+        return _read(folder, name, weights or sees_tensors(folder))
     finally:
         gc.enable()
 
 
-def _read(folder: Path, name: str) -> Subject:
-    seen = sees_tensors(folder)
+def _read(folder: Path, name: str, seen: bool) -> Subject:
     index = open_index(folder) if seen else open_documents(folder)
     known = facts.load(index.config)
     cfg = known.parse(index.config)
     scheme = read_scheme(index.config, index.hf_quant_config, known.canonical)
-    slots = tuple(known.weights(cfg))
+    slots, assigned = tuple(known.weights(cfg)), None
     if seen:
         assigned = assign(index, slots, facts=known, scheme=scheme)
         formats, aliases, notices = assigned.formats, assigned.aliases, assigned.notices
     else:
         formats = _claimed(scheme, slots, cfg.dtype)
-        aliases = {s.name: "embed_tokens" for s in slots if s.optional}
+        aliases = {s.name: slots[0].name for s in slots if s.optional}  # the embedding
         notices = [*index.notices, *scheme.notices]
         attention = {i for s in slots if (i := known.kv_scale_layer(s.name)) is not None}
         notices += [n for n in kv_notices(scheme, attention, {}) if n.code != "kv-scale-unit"]
-    return Subject(name or folder.name, known, cfg, slots, formats, aliases, scheme.kv_cache, seen, tuple(notices))
+    if not facts.has_forward(index.config):
+        text = "planned and linted only: the engine has no forward for this architecture yet"
+        notices.append(Notice("no-forward", facts.model_class(index.config), text))
+    found = (formats, aliases, scheme.kv_cache, seen, tuple(notices), index, assigned)
+    return Subject(name or folder.name, known, cfg, slots, *found)
 
 
 def _claimed(scheme: Scheme, slots: Sequence[Slot], dtype: str) -> dict[str, Format]:
@@ -170,7 +178,7 @@ class Pieces:
 
 def pieces(subject: Subject, layout: Layout, *, unpacked: bool = False, replicated: Sequence[str] = ()) -> Pieces:
     """Cut the model for every rank. unpacked: weights live as plain f32. replicated: see Options."""
-    whole = _whole(subject, replicated)
+    whole = whole_blocks(subject.slots, replicated)
     ranks = range(layout.tp)
     weights = [0] * layout.tp
     known: dict[Any, list[tuple[int, ...]]] = {}
@@ -178,7 +186,7 @@ def pieces(subject: Subject, layout: Layout, *, unpacked: bool = False, replicat
     stacks: dict[str, list[Slot]] = {}
 
     def on_ranks(slot: Slot) -> list[tuple[int, ...]]:
-        stored, keep = subject.formats.get(slot.name), _block(slot.name) in whole
+        stored, keep = subject.formats.get(slot.name), block_of(slot.name) in whole
         key = (slot.kind, slot.shape, slot.placement, stored, keep)
         if key not in known:
             known[key] = [local_shape(slot, stored, layout, r, keep) for r in ranks]
@@ -189,37 +197,38 @@ def pieces(subject: Subject, layout: Layout, *, unpacked: bool = False, replicat
     states = [subject.facts.state_spec(subject.cfg, r % layout.attention, layout.attention) for r in ranks]
     full = subject.facts.state_spec(subject.cfg)
     for block in whole:
-        if m := re.fullmatch(r"layers\.(\d+)\.\w+_attn", block):
+        if m := re.fullmatch(r"layers\.(\d+)\.(\w+_attn|mixer)", block):
             for state in states:
                 state[int(m[1])] = full[int(m[1])]
-    placed = 0  # layers whose state has its line
+    matrices = Counter(s.name.rpartition(".")[0] for s in subject.slots if s.kind == "experts")
     for slot in subject.slots:
-        keep, stored = _block(slot.name) in whole, subject.formats.get(slot.name)
+        keep, stored = block_of(slot.name) in whole, subject.formats.get(slot.name)
         form = F32 if unpacked and stored is not None else stored
         each = on_ranks(slot)
         if stored is None or form is None:  # a plain tensor, and what is derived from it (1 + w): at most f32 both
             weights = [w + 8 * math.prod(s) for w, s in zip(weights, each, strict=True)]
             continue
-        m = re.match(r"layers\.(\d+)\.mlp", slot.name)
-        if m and int(m[1]) == placed:  # a mixer's own operation comes after its projections
-            own = [s[placed] for s in states]
-            layers.append(_state_layer(subject, placed, own, 1 if own[0] is full[placed] else layout.attention))
-            placed += 1
+        m = re.fullmatch(r"layers\.(\d+)\.\w+\.(o|out)_proj", slot.name)
+        if m:  # a mixer's own operation comes before its output projection
+            i = int(m[1])
+            own = [s[i] for s in states]
+            layers.append(_state_layer(subject, i, own, 1 if own[0] is full[i] else layout.attention))
         if slot.kind == "experts":
             prefix = slot.name.rpartition(".")[0]
             stacks.setdefault(prefix, []).append(slot)
-            if len(stacks[prefix]) < 3:
+            if len(stacks[prefix]) < matrices[prefix]:
                 continue
             slot, of = stacks[prefix][0], [subject.formats[s.name] for s in stacks[prefix]]
             each = on_ranks(slot)
             forms = tuple(F32 if unpacked else f for f in (of if len(set(of)) > 1 else of[:1]))
-            path, op, text = prefix, "experts", " + ".join(dict.fromkeys(f.label for f in of))
+            path, text = prefix, " + ".join(dict.fromkeys(f.label for f in of))
+            op = next(op for op, count in EXPERTS.items() if count == matrices[prefix])
         else:
             path, op, forms = slot.name, "embedding" if slot.name.startswith("embed") else "linear", (form,)
             text = "tied" if slot.name in subject.aliases else stored.label
         local = _distinct(each)
         place = _place(slot, layout, local, keep)
-        top_k = subject.cfg.num_experts_per_tok if op == "experts" else 0
+        top_k = subject.cfg.num_experts_per_tok if op in EXPERTS else 0
         layer = LayerDesc(path, op, text, forms, slot.shape, local, place, top_k, scored=path == "lm_head")
         layers.append(layer)
         if slot.name not in subject.aliases:
@@ -242,21 +251,21 @@ def _state_layer(subject: Subject, i: int, states: Sequence[StateSpec], ranks: i
         else:
             shapes.add(s.ssm)
     shape = (queries, full.heads, full.head_dim) if isinstance(full, PagedKv) else full.ssm
-    op = "attention" if isinstance(full, PagedKv) else "gated_delta"
+    op = "attention" if isinstance(full, PagedKv) else subject.facts.RECURRENT
     local = _distinct(shapes)
     place = "whole" if len(states) == 1 else "on every rank" if local == (shape,) else f"heads / {ranks}"
     return LayerDesc(f"layers.{i}.{op}", op, "-", (), shape, local, place)
 
 
-def _block(name: str) -> str:
+def block_of(name: str) -> str:
     """The block that a weight is cut with: "layers.3.self_attn", "layers.3.mlp.experts", "lm_head"."""
-    m = re.match(r"layers\.\d+\.(\w+_attn|mlp\.(shared_expert|experts)(?=\.)|mlp)", name)
+    m = re.match(r"layers\.\d+\.(\w+_attn|(mlp|mixer)\.(shared_experts?|experts)(?=\.)|mlp|mixer)", name)
     return m[0] if m else name
 
 
-def _whole(subject: Subject, patterns: Sequence[str]) -> set[str]:
+def whole_blocks(slots: Iterable[Slot], patterns: Sequence[str]) -> set[str]:
     """Blocks of the model that match a pattern."""
-    blocks = list(dict.fromkeys(_block(s.name) for s in subject.slots if s.kind != "tensor"))
+    blocks = list(dict.fromkeys(block_of(s.name) for s in slots if s.kind != "tensor"))
     for pattern in patterns:
         if not fnmatch.filter(blocks, pattern):
             kinds = ", ".join(dict.fromkeys(NUMBER.sub("*", b + ".")[:-1] for b in blocks))

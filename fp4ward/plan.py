@@ -11,14 +11,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from fp4ward import memory
 from fp4ward.config import UNPACK_BYTES, EngineConfig, resolve
 from fp4ward.errors import UserError, shown
 from fp4ward.formats.scheme import Notice
 from fp4ward.hardware import GIB, Hardware
-from fp4ward.kernels.specs import ITEM, SPECS, Batch, Cost, KernelSpec, LayerDesc, estimate, unfit
+from fp4ward.kernels.specs import (
+    EXPERTS,
+    ITEM,
+    SPECS,
+    Batch,
+    Cost,
+    KernelSpec,
+    LayerDesc,
+    estimate,
+    no_kernel,
+    unfit,
+    unproven,
+)
 from fp4ward.pieces import NUMBER, Layout, Pieces, Subject, pieces
 
 Wishes = Mapping[str, tuple[str, ...]]  # op -> names of the kernels that it may use
@@ -33,7 +45,6 @@ class Options:
 
     config: EngineConfig
     layout: Layout = ONE_RANK
-    kernels: Wishes = field(default_factory=dict)
     replicate: tuple[str, ...] = ()
 
 
@@ -55,9 +66,10 @@ def parse_wishes(texts: Sequence[str]) -> Wishes:
 
 @dataclass(frozen=True)
 class Regime:
-    """A kind of step: its name, tokens in all, and whether they are one prompt's or one a sequence."""
+    """A kind of step: its name, fewest and most tokens in all, and whether they are one prompt's or one a sequence."""
 
     name: str
+    least: int
     tokens: int
     prompt: bool = False
 
@@ -88,20 +100,31 @@ class Planned:
     choice: Choice
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """What its kernels, in the order of regimes, quantize their input to: "nvfp4", "fp8", or "high" for nothing."""
+        return tuple(dict.fromkeys(pick.kernel.input for pick in self.choice.picks))
+
+    @property
     def takes(self) -> str:
-        """What all of its kernels quantize their input to: "nvfp4", "fp8", or "high" where one of them does not."""
-        inputs = {pick.kernel.input for pick in self.choice.picks}
-        return inputs.pop() if len(inputs) == 1 else "high"
+        """What all of them quantize it to, "high" where one of them does not."""
+        return self.inputs[0] if len(self.inputs) == 1 else "high"
 
     @property
     def runs(self) -> str:
-        activation = "none" if self.takes == "high" else self.takes
-        return " + ".join(dict.fromkeys(f.with_activation(activation).label for f in self.layer.formats)) or "-"
+        activations = ["none" if taken == "high" else taken for taken in self.inputs]
+        formats = [f.with_activation(a) for a in activations for f in self.layer.formats]
+        return " + ".join(dict.fromkeys(f.label for f in formats)) or "-"
+
+    def copies(self, *, tied: bool) -> int:
+        """How many times its weights are held beside the ones that are counted: kernels want layouts of their own."""
+        layouts = {pick.kernel.prepare and pick.kernel.name for pick in self.choice.picks}
+        return len(layouts | {""} if tied else layouts) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Everything that was decided. config: resolved. failures: why it cannot run, in sentences; () if it can."""
+    """Everything that was decided. config: resolved. unpacked: weights live as plain f32. failures: why it cannot run,
+    in sentences; () if it can."""
 
     subject: Subject
     hardware: Hardware
@@ -110,6 +133,7 @@ class Plan:
     regimes: tuple[Regime, ...]
     layers: tuple[Planned, ...]
     memory: memory.Memory
+    unpacked: bool
     notices: tuple[Notice, ...]
     failures: tuple[str, ...]
 
@@ -137,9 +161,13 @@ def choose(
     A wish concerns the layers whose formats one of its kernels reads. UserError when nothing can run the layer.
     """
     every = [s for s in specs if s.op == layer.op]
+    none = no_kernel(layer.op)
+    if none is not None and not every:
+        floors = (estimate(none, layer, hw, batch) for batch in batches)
+        return Choice(tuple(Pick(none, cost, ()) for cost in floors), "no kernel is written yet: its floor", ())
     wish = wishes.get(layer.op, ())
     allowed = [s for s in every if s.name in wish and all(f.name in s.formats for f in layer.formats)]
-    reasons = {s.name: unfit(s, layer, hw, dtype) for s in every}
+    reasons = {s.name: unfit(s, layer, hw, dtype) or (None if s.name in wish else unproven(s)) for s in every}
     rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
     works = [name for name, reason in reasons.items() if reason is None]
     legal = [s for s in allowed or every if s.name in works]
@@ -152,7 +180,7 @@ def choose(
         rejected += [(name, "is not among those that --kernel allows") for name in works if name not in wish]
     picks = []
     for batch in batches:
-        fit = [s for s in legal if s.tokens[0] <= batch.tokens <= s.tokens[1]]
+        fit = [s for s in legal if s.tokens[0] <= (batch.least or batch.tokens) and batch.tokens <= s.tokens[1]]
         if not fit:
             spans = ", ".join(f"{s.name} {s.tokens[0]} to {s.tokens[1]}" for s in legal)
             raise UserError(f"no kernel can run {head} with {batch.tokens} tokens: {spans}")
@@ -166,7 +194,7 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
     """The plan. UserError for an impossible layout or wish; `failures` when the machine has no room."""
     cfg, layout = subject.cfg, options.layout
     config = resolve(
-        replace(options.config, device="cpu" if hw.cpu else "cuda:0"),
+        options.config,
         cuda=not hw.cpu,
         checkpoint_dtype=cfg.dtype,
         checkpoint_kv=subject.kv_cache,
@@ -179,32 +207,36 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
         return pieces(subject, other, unpacked=unpacked, replicated=options.replicate)
 
     cut_ = cut_for(layout)
+    most = config.max_num_batched_tokens
     regimes = (
-        Regime("1", 1), Regime("2-16", 16), Regime("17-64", 64), Regime("prefill", config.max_num_batched_tokens, True),
+        Regime("1", 1, 1), Regime("2-16", 2, 16), Regime("17-64", 17, 64), Regime("prefill", min(65, most), most, True),
     )  # fmt: skip
+    wishes = parse_wishes(config.kernel)
     cache: dict[LayerDesc, Choice] = {}
     layers = []
     for layer in cut_.layers:
         key = replace(layer, path=NUMBER.sub("*", layer.path))
         if key not in cache:
             batches = [_batch(layer, r, layout, config) for r in regimes]
-            cache[key] = choose(layer, batches, hw, config.dtype, options.kernels, specs)
+            cache[key] = choose(layer, batches, hw, config.dtype, wishes, specs)
         layers.append(Planned(layer, cache[key]))
-    _wishes_met(options.kernels, cut_.layers, specs)
+    _wishes_met(wishes, cut_.layers, specs)
+    more = sum(p.layer.weight_bytes * p.copies(tied=p.layer.path in subject.aliases) for p in layers)
+    cut_ = replace(cut_, weights=tuple(w + more for w in cut_.weights))
     need = memory.measure(cut_, hw, config)
     failures = memory.failures(need, hw, config, options.config.max_model_len)
     if failures:
         failures = (*failures, _advice(need, hw, config, options, cut_for))
     notices = (*subject.notices, *_remarks(layers, layout))
-    return Plan(subject, hw, config, options, regimes, tuple(layers), need, notices, failures)
+    return Plan(subject, hw, config, options, regimes, tuple(layers), need, unpacked, notices, failures)
 
 
 def _batch(layer: LayerDesc, regime: Regime, layout: Layout, config: EngineConfig) -> Batch:
-    groups = 1 if layer.op == "experts" else layout.adp
-    tokens = -(-regime.tokens // groups)
+    groups = 1 if layer.op in EXPERTS else layout.adp
+    least, tokens = (-(-n // groups) for n in (regime.least, regime.tokens))
     context = min(CONTEXT, config.max_model_len or CONTEXT)
     sequences, before = (1, 0) if regime.prompt else (tokens, context)
-    return Batch(tokens, sequences, before, ITEM[config.dtype], memory.KV_ITEM[config.kv_cache_dtype])
+    return Batch(tokens, sequences, before, ITEM[config.dtype], memory.KV_ITEM[config.kv_cache_dtype], least)
 
 
 def _wishes_met(wishes: Wishes, layers: Sequence[LayerDesc], specs: Sequence[KernelSpec]) -> None:
@@ -218,18 +250,20 @@ def _wishes_met(wishes: Wishes, layers: Sequence[LayerDesc], specs: Sequence[Ker
 
 
 def _remarks(layers: Sequence[Planned], layout: Layout) -> Iterator[Notice]:
+    lacking = [p.layer.path for p in layers if not p.choice.picks[0].kernel.module]
+    if lacking:
+        kinds = ", ".join(dict.fromkeys(NUMBER.sub("*", path) for path in lacking))
+        text = f"{len(lacking)} operations have no kernel yet, not even a reference: they count with their floor"
+        yield Notice("no-kernel", kinds, text)
     asked: dict[str, list[Planned]] = {}
     for p in layers:
-        for activation in {f.activation for f in p.layer.formats} - {"none", p.takes}:
+        for activation in {f.activation for f in p.layer.formats} - {"none", *p.inputs}:
             asked.setdefault(activation, []).append(p)
     for activation, found in asked.items():
         names = list(dict.fromkeys(NUMBER.sub("*", p.layer.path) for p in found))
         kinds = ", ".join(names[:3]) + (f" and {len(names) - 3} more kinds" if len(names) > 3 else "")
-        text = f"{len(found)} layers ask for {activation} inputs, which no kernel takes: they run on unquantized ones"
+        text = f"{len(found)} layers ask for {activation} inputs, but their kernels take unquantized ones"
         yield Notice("activation-unused", kinds, text)
-    unbound = {k.kernel.name for p in layers for k in p.choice.picks if k.kernel.module.startswith("triton_")}
-    if unbound:
-        yield Notice("not-bound", ", ".join(sorted(unbound)), "on paper only: the engine runs the references so far")
     if layout.tp > 1:
         yield Notice("one-rank", f"--tp {layout.tp}", "on paper only: the engine runs one rank so far")
 

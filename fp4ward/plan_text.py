@@ -48,6 +48,8 @@ def _memory(plan: Plan) -> list[str]:
         ("weights", m.weights[m.rank]),
         (f"recurrent state ({config.max_num_seqs} sequences)", m.slots),
         (f"KV cache ({m.pages} pages of {m.block} tokens)", m.pages * m.page),
+        (f"checkpoints of recurrent state (no prefix cache yet; one takes {m.slot / 2**20:.1f} MiB)", m.checkpoints),
+        *([] if plan.hardware.cpu else [("CUDA graphs (none are captured yet)", m.graphs)]),
         (f"scratch of a step ({config.max_num_batched_tokens} tokens)", m.scratch),
         ("reserved for the driver" if not plan.hardware.cpu else "reserved for Python and torch", m.reserved),
         ("left", m.free - m.scratch),
@@ -64,12 +66,14 @@ def _memory(plan: Plan) -> list[str]:
 
 def _speed(plan: Plan) -> list[str]:
     lines = [f"limits of a step (decode after {CONTEXT} tokens each; collectives and norms are not counted)"]
+    lacking = any(not k.kernel.module for p in plan.layers for k in p.choice.picks)
     for i, regime in enumerate(plan.regimes):
         floor, expected = (plan.step_us(i, floor=f) for f in (True, False))
         name = f"prefill of {regime.tokens}" if regime.prompt else f"decode {regime.tokens}"
         lines.append(
             f"  {name:<16} floor {floor:12,.1f} us, at most {regime.tokens / floor * 1e6:13,.0f} tok/s; "
-            f"these kernels about {expected:14,.1f} us, {regime.tokens / expected * 1e6:11,.0f} tok/s"
+            f"these kernels {'at least' if lacking else 'about'} {expected:14,.1f} us, "
+            f"{regime.tokens / expected * 1e6:11,.0f} tok/s"
         )
     return lines
 
@@ -152,7 +156,8 @@ def record(plan: Plan) -> dict[str, Any]:
     for p in plan.layers:
         x, choice = p.layer, p.choice
         picks = {
-            r.name: {"kernel": k.kernel.name, **asdict(k.cost)} for r, k in zip(plan.regimes, choice.picks, strict=True)
+            r.name: {"kernel": k.kernel.name if k.kernel.module else None, **asdict(k.cost)}
+            for r, k in zip(plan.regimes, choice.picks, strict=True)
         }
         layers.append({
             "path": x.path, "op": x.op, "stored": x.stored, "runs": p.runs, "input": p.takes, "shape": x.shape,

@@ -310,11 +310,7 @@ def _settle(scheme: Scheme, out: Assignment, on_fault: OnFault) -> None:
                 on_fault(component.header.name, UserError(text, "unexpected"))
     _report_unused(unused, out)
     for label, n in sorted(dropped.items()):
-        runs = label.replace("W4A4", "W4A16").replace("W8A8", "W8A16")
-        asked = "" if runs == label else f" though the checkpoint asks for {label.rpartition(' ')[2]}"
-        text = (
-            f"{n} activation scales (input_scale) are not loaded: these layers run {runs}, on unquantized inputs{asked}"
-        )
+        text = f"{n} activation scales (input_scale) are not loaded: where inputs are quantized, each token has its own"
         out.notices.append(Notice("input-scale-dropped", label, text))
     for name, pieces in out.pieces.items():
         for piece in pieces[:1]:  # of all: experts of one layer that are stored differently are a fault for settle

@@ -113,10 +113,11 @@ def examine(folder: Path, facts_of: FactsOf, *, scales: bool = False, progress: 
 
 def _headers(index: Index, facts_of: FactsOf, report: Report) -> Assignment:
     known: Any = None
-    slots = None
+    cfg = slots = None
     try:
         known = facts_of(index.config)
-        slots = tuple(known.weights(known.parse(index.config)))
+        cfg = known.parse(index.config)
+        slots = tuple(known.weights(cfg))
     except UserError as e:
         severity, code = ("warning", "architecture") if known is None else ("error", "config")
         report.add(severity, code, "model", f"{e}; so the tensors are not held against the model")
@@ -135,7 +136,7 @@ def _headers(index: Index, facts_of: FactsOf, report: Report) -> Assignment:
 
     if slots is not None and index.tensors:
         out = assign(index, slots, facts=known, scheme=scheme, on_fault=on_fault)
-        for name in _draft_lacks(index, known, slots):
+        for name in _draft_lacks(index, known, cfg, slots):
             on_fault(
                 name,
                 UserError(f"missing tensor {name} of multi-token prediction, parts of which are stored", "missing"),
@@ -159,16 +160,15 @@ def _headers(index: Index, facts_of: FactsOf, report: Report) -> Assignment:
     return out
 
 
-def _draft_lacks(index: Index, known: Any, slots: Sequence[Slot]) -> Iterator[str]:
+def _draft_lacks(index: Index, known: Any, cfg: Any, slots: Sequence[Slot]) -> Iterator[str]:
     """What multi-token prediction lacks, although loading leaves it out. Nothing where none of it is stored."""
     names = {name for t in index.tensors if (name := known.canonical(t)).startswith("mtp.")}
     names |= {name.rpartition(".")[0] for name in names}  # modules
-    model = next((i for s in slots if (i := known.kv_scale_layer(s.name)) is not None), None)
-    if not names or model is None:
+    if not names or known.draft_like(cfg, 0) is None:
         return
     yield from (name for name in known.DRAFT if name not in names)
-    prefix = f"layers.{model}."
-    for layer in sorted({name.split(".")[2] for name in names if name.count(".") > 2} or {"0"}):
+    for layer in sorted({n for name in names if name.count(".") > 2 and (n := name.split(".")[2]).isdigit()} or {"0"}):
+        prefix = f"layers.{known.draft_like(cfg, int(layer))}."
         for slot in slots:
             if slot.name.startswith(prefix):
                 own, stack = (

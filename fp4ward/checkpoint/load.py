@@ -57,18 +57,19 @@ def load(
     *,
     facts: Facts,
     scheme: Scheme | None = None,
+    assigned: Assignment | None = None,
     device: str | torch.device = "cpu",
     rank: int = 0,
     ranks: int = 1,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Fill `slots` from the checkpoint, cut for `rank` of `ranks` on the tensor axis.
+    """Fill `slots` from the checkpoint, cut for `rank` of `ranks` on the tensor axis. assigned: where it is known.
 
     progress(done, total, name) counts bytes of the files that this rank needs. UserError, before any byte is read, for
     a tensor without a place or a place without a tensor, and while reading for values that cannot be right (a NaN
     scale, a global scale of 0) or a file that ends early.
     """
-    assigned = assign(index, slots, facts=facts, scheme=scheme)
+    assigned = assigned or assign(index, slots, facts=facts, scheme=scheme)
     placed = [(slot, _local(slot, assigned, rank, ranks)) for slot in slots if slot.name not in assigned.aliases]
     total = sum(_share(slot, cut, assigned) for slot, cut in placed)
     done = 0
@@ -105,17 +106,17 @@ def load(
 
 
 @contextlib.contextmanager
-def progress_bar(what: str = "loading") -> Iterator[Progress | None]:
-    """A `progress` for load that draws bytes and rate on stderr; None when stderr is no terminal."""
+def progress_bar(what: str = "loading", count: bool = False) -> Iterator[Progress | None]:
+    """A `progress` for load that draws bytes and rate (or how many) on stderr; None when stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    amount = (MofNCompleteColumn(),) if count else (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Bar(TextColumn(what), BarColumn(), *amount, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total, _name: bar.update(task, completed=done, total=total)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from fp4ward.errors import UserError, one_line, shown
+from fp4ward.parallel.placement import cut
 
 # config.json "architectures" -> module with the facts; fp4ward.models has the forward under the same module name.
 ARCHITECTURES = {
@@ -16,6 +18,7 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
     "Qwen3_5ForCausalLM": "qwen3_5",
+    "NemotronHForCausalLM": "nemotron_h",
 }
 
 
@@ -36,6 +39,7 @@ class Recurrent:
 
 
 StateSpec = PagedKv | Recurrent
+STATELESS = Recurrent((0, 0), (0, 0, 0))  # a layer that keeps nothing of the past
 
 
 def model_class(config: Mapping[str, Any]) -> str:
@@ -60,6 +64,24 @@ def architecture(config: Mapping[str, Any]) -> str:
 def load(config: Mapping[str, Any]) -> ModuleType:
     """The facts module of this model."""
     return importlib.import_module(f"fp4ward.facts.{architecture(config)}")
+
+
+def has_forward(config: Mapping[str, Any]) -> bool:
+    """Whether fp4ward.models has this model's forward. Looks for the file; nothing is imported."""
+    return importlib.util.find_spec(f"fp4ward.models.{architecture(config)}") is not None
+
+
+def kv_heads(queries: int, heads: int, rank: int, ranks: int) -> int:
+    """KV heads on `rank`. UserError where its query heads would need others: query head i of a rank reads its KV head
+    i // (its query heads / its KV heads), whatever the cut."""
+    (q0, q1), (k0, k1) = cut(queries, 1, rank, ranks), cut(heads, 1, rank, ranks, "replicate")
+    each, group = queries // heads, (q1 - q0) // (k1 - k0)
+    if (q1 - q0) % (k1 - k0) or any((q0 + i) // each != k0 + i // group for i in range(q1 - q0)):
+        raise UserError(
+            f"{queries} query heads and {heads} KV heads cannot be cut over {ranks} ranks: queries {q0}..{q1 - 1} of "
+            f"rank {rank} need others than its KV heads {k0}..{k1 - 1}"
+        )
+    return k1 - k0
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:

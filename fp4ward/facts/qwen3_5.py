@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4ward.errors import UserError, shown
-from fp4ward.facts import PagedKv, Recurrent, StateSpec, model_class, token_ids
+from fp4ward.facts import STATELESS, PagedKv, Recurrent, StateSpec, kv_heads, model_class, token_ids
+from fp4ward.facts.read import dtype, multiples, only, positive, switch, whole
 from fp4ward.parallel.placement import Experts, Replicate, Shard, Slot, cut
 
-PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+PREFIXES = re.compile(r"(?:model\.language_model\.|language_model\.model\.|model\.)+(?=.)")
 # Parts of the checkpoint that the text model leaves out on purpose, with the reason that is shown.
 LEFT_OUT = {"visual": "vision tower: text only", "mtp": "multi-token prediction head: not used yet"}
-# What multi-token prediction has beside layers `mtp.layers.N`, which are like a layer of full attention.
+RECURRENT = "gated_delta"  # the operation on a recurrent layer's state
+# What multi-token prediction has beside layers `mtp.layers.N`.
 DRAFT = ("mtp.fc", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
 # Keys whose default we do not know to be harmless: any other value is another model.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -91,23 +93,9 @@ def parse(config: Mapping[str, Any]) -> Config:
     moe = "Moe" in model_class(config)
 
     def need(key: str, default: int | None = None) -> int:
-        value = text.get(key, default)
-        if value is None:
-            raise UserError(f"config.json: '{key}' is missing from the text config")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise UserError(f"config.json: '{key}' is {shown(value)}, a whole number from 1 to 2^31-1 is expected")
-        return value
+        return whole(text, key, default)
 
-    def positive(key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise UserError(f"config.json: '{key}' is {shown(value)}, a positive number is expected")
-        return float(value)
-
-    for key, allowed in REQUIRED_VALUES.items():
-        if key in text and text[key] not in allowed:
-            raise UserError(
-                f"config.json: {key}={shown(text[key])} is not supported for this architecture, only {allowed[0]!r}"
-            )
+    only(text, REQUIRED_VALUES)
     layers = need("num_hidden_layers")
     if layers > 4096:
         raise UserError(f"config.json: num_hidden_layers={layers} is beyond any known model (4096)")
@@ -120,8 +108,6 @@ def parse(config: Mapping[str, Any]) -> Config:
     if not 0 < rotary <= head_dim or rotary % 2:
         raise UserError(f"config.json: partial_rotary_factor={factor} of head_dim={head_dim} gives {rotary} dimensions")
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
-    if tied is not None and not isinstance(tied, bool):
-        raise UserError(f"config.json: 'tie_word_embeddings' is {shown(tied)}, true or false is expected")
     sizes: dict[str, Any] = {key: need(key) for key in SIZES}
     sizes |= {key: need(key) if moe else 0 for key in MOE_SIZES}
     cfg = Config(
@@ -133,16 +119,12 @@ def parse(config: Mapping[str, Any]) -> Config:
         rope_theta=theta,
         rotary_dim=rotary,
         max_position_embeddings=need("max_position_embeddings", 32768),
-        tie_word_embeddings=bool(tied),
-        dtype=str(next(filter(None, (c.get(k) for c in (text, config) for k in ("dtype", "torch_dtype"))), "bfloat16")),
+        tie_word_embeddings=switch("tie_word_embeddings", tied),
+        dtype=dtype(text, config),
         eos_token_ids=token_ids(text.get("eos_token_id", config.get("eos_token_id")), "config.json: 'eos_token_id'"),
     )
-    for heads, of in (
-        ("num_key_value_heads", "num_attention_heads"),
-        ("linear_num_key_heads", "linear_num_value_heads"),
-    ):
-        if getattr(cfg, of) % getattr(cfg, heads):
-            raise UserError(f"config.json: {of}={getattr(cfg, of)} is no multiple of {heads}={getattr(cfg, heads)}")
+    kv, keys = ("num_key_value_heads", "num_attention_heads"), ("linear_num_key_heads", "linear_num_value_heads")
+    multiples(cfg, kv, keys)
     if moe and cfg.num_experts_per_tok > cfg.num_experts:
         raise UserError(f"config.json: num_experts_per_tok={cfg.num_experts_per_tok} of num_experts={cfg.num_experts}")
     if cfg.linear_conv_kernel_dim < 2:
@@ -191,10 +173,8 @@ def canonical(name: str) -> str:
 
     Serves safetensors headers and quantization JSON alike. Idempotent.
     """
-    for prefix in PREFIXES:
-        if name.startswith(prefix) and len(name) > len(prefix):
-            return canonical(name[len(prefix) :])
-    return name
+    prefix = PREFIXES.match(name)
+    return name[prefix.end() :] if prefix else name
 
 
 def weights(cfg: Config) -> list[Slot]:
@@ -272,23 +252,11 @@ def _linear_attention(cfg: Config, p: str) -> list[Slot]:
 def state_spec(cfg: Config, rank: int = 0, ranks: int = 1) -> list[StateSpec]:
     """One entry a layer: what `rank` of `ranks` keeps of the past. UserError where the heads cannot be cut so."""
 
-    def share(heads: int, on_short: str = "error") -> tuple[int, int]:
-        return cut(heads, 1, rank, ranks, on_short)
-
-    kinds, queries = set(cfg.layer_types), cfg.num_attention_heads // cfg.num_key_value_heads
-    paged, recurrent = PagedKv(cfg.num_key_value_heads, cfg.head_dim), Recurrent((0, 0), ())
+    kinds, paged, recurrent = set(cfg.layer_types), PagedKv(cfg.num_key_value_heads, cfg.head_dim), STATELESS
     if "full_attention" in kinds and ranks > 1:
-        (q0, q1), (k0, k1) = share(cfg.num_attention_heads), share(cfg.num_key_value_heads, "replicate")
-        # What attention computes: query head i of a rank reads its KV head i // (its query heads / its KV heads).
-        group = (q1 - q0) // (k1 - k0)
-        if (q1 - q0) % (k1 - k0) or any((q0 + i) // queries != k0 + i // group for i in range(q1 - q0)):
-            raise UserError(
-                f"{cfg.num_attention_heads} query heads and {cfg.num_key_value_heads} KV heads cannot be cut over "
-                f"{ranks} ranks: queries {q0}..{q1 - 1} of rank {rank} need others than its KV heads {k0}..{k1 - 1}"
-            )
-        paged = PagedKv(k1 - k0, cfg.head_dim)
+        paged = PagedKv(kv_heads(cfg.num_attention_heads, cfg.num_key_value_heads, rank, ranks), cfg.head_dim)
     if "linear_attention" in kinds:
-        first, last = share(cfg.linear_num_key_heads)
+        first, last = cut(cfg.linear_num_key_heads, 1, rank, ranks)
         keys, values = last - first, (last - first) * (cfg.linear_num_value_heads // cfg.linear_num_key_heads)
         dk, dv = cfg.linear_key_head_dim, cfg.linear_value_head_dim
         recurrent = Recurrent((2 * keys * dk + values * dv, cfg.linear_conv_kernel_dim - 1), (values, dk, dv))
@@ -300,6 +268,11 @@ def kv_scale_layer(module: str) -> int | None:
     compressed-tensors both under self_attn. None for any other module."""
     m = re.fullmatch(r"layers\.(\d+)\.self_attn(?:\.[kv]_proj)?", module)
     return int(m[1]) if m else None
+
+
+def draft_like(cfg: Config, layer: int) -> int | None:
+    """Layer of the model whose tensors layer `mtp.layers.{layer}` has, None where there is none: one of attention."""
+    return cfg.layer_types.index("full_attention") if "full_attention" in cfg.layer_types else None
 
 
 def tiny(cfg: Config, ranks: int) -> Config:

@@ -15,9 +15,12 @@ from fp4ward.hardware import Hardware
 
 TESTED = "tested on H200"
 NEVER_RUN, REFERENCE = "compiled, never run on this hardware", "the definition, tested on CPU"
+ON_CPU = "tested on CPU, not yet on a GPU"
 BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
 ITEM = {BF16: 2, F16: 2, F32: 4, F64: 8}  # bytes
 ALL_DTYPES = tuple(ITEM)
+EXPERTS = {"experts": 3, "relu2_experts": 2}  # op -> matrices of one expert: gate, up, down; up, down
+UNWRITTEN = ("mamba2", "relu2_experts")  # ops of architectures that are planned before their kernels exist
 DENSE = {"bf16": BF16, "f16": F16, "f32": F32}  # formats that torch multiplies as they are, in their own type
 
 
@@ -25,9 +28,10 @@ DENSE = {"bf16": BF16, "f16": F16, "f32": F32}  # formats that torch multiplies 
 class LayerDesc:
     """One operation of a step, on the ranks' own shapes. Bytes and sizes are of the rank with the most.
 
-    op: "linear", "experts", "embedding", "attention" or "gated_delta". stored: formats in the checkpoint, in words.
-    formats: of its weights in memory, none for the last two ops; of experts, three where projections differ. shape:
-    logical, [N, K] or [E, I, H]; of attention (query heads, KV heads, head size), of gated_delta its state [N, Dk, Dv].
+    op: "linear", "embedding", "attention", "gated_delta", "mamba2" or of EXPERTS. stored: formats in the checkpoint, in
+    words. formats: of its weights in memory, none for what has no weights; of experts, one a matrix where they differ.
+    shape: logical, [N, K] or [E, I, H]; of attention (query heads, KV heads, head size), of gated_delta and
+    mamba2 the state [N, Dk, Dv].
     local: the different shapes that ranks hold, the largest first. place: in words. top_k: experts a token. scored:
     runs only on tokens that are sampled from.
     """
@@ -48,10 +52,10 @@ class LayerDesc:
         return self.bytes_of(self.local[0])
 
     def bytes_of(self, local: tuple[int, ...]) -> int:
-        if self.op == "experts":
+        if self.op in EXPERTS:
             e, i, h = local
-            gate, up, down = self.formats * 3 if len(self.formats) == 1 else self.formats
-            return e * (weight_bytes(gate, i, h) + weight_bytes(up, i, h) + weight_bytes(down, h, i))
+            *rows, down = self.formats * EXPERTS[self.op] if len(self.formats) == 1 else self.formats
+            return e * (sum(weight_bytes(f, i, h) for f in rows) + weight_bytes(down, h, i))
         return weight_bytes(self.formats[0], *local) if self.formats else 0
 
 
@@ -64,10 +68,11 @@ def weight_bytes(format: Format, n: int, k: int) -> int:
 @dataclass(frozen=True)
 class KernelSpec:
     """One kernel. formats: of weights that it reads. min_sm, max_sm: inclusive; 0 is a CPU. dtypes: of activations.
-    n_div, k_div: what local N and K must be multiples of. tokens: fewest and most in a step. module: where its code is.
-    input: what it takes its input as, "high" precision or a quantized format. memory, compute: the shares of the
-    machine's limits that it reaches. extra: bytes moved a weight beside the stored ones. launches: of `launch_us` each
-    (a second number: for every expert that is hit). f32: multiplies in f32."""
+    n_div, k_div: what local N and K must be multiples of. tokens: fewest and most in a step. module: where its code is:
+    function(x, *weights, *routing), and prepare(*weights), "" where it reads weights as the checkpoint has them. input:
+    what it takes its input as, "high" precision or a quantized format. memory, compute: the shares of the machine's
+    limits that it reaches. extra: bytes moved a weight beside the stored ones. launches: of `launch_us` each (a second
+    number: for every expert that is hit). f32: multiplies in f32."""
 
     name: str
     op: str
@@ -84,6 +89,8 @@ class KernelSpec:
     memory: float = 0.6
     compute: float = 0.5
     extra: float = 0
+    function: str = "reference"
+    prepare: str = ""
     launches: tuple[float, float] = (1, 0)
     f32: bool = False
 
@@ -92,16 +99,26 @@ LAUNCH_US = {False: 4.5, True: 5.0}  # GPU (fitted to cuBLAS on an H200 below), 
 # Shares of the limits. torch_linear: cuBLAS bf16 on an H200, 2026-11-30: 6.06 us for 2048x2048, 13.7 us for 4096x4096
 # and 35.1 us for 16384x4096 at one token is all of 4.47 TB/s and 4.5 us; 678 of 800 TFLOP/s at 4,096 tokens.
 # triton: 50 % of cuBLAS at 1,024 tokens and more in a first try; its share of the bandwidth is assumed.
+# torch_w8a8, torch_w4a4: no measurement; torch quantizes the input in so many launches, and their shares are assumed.
 # references: no measurement; `extra` counts the f32 copies that decoding writes and reads again.
 SPECS: tuple[KernelSpec, ...] = (
     KernelSpec("torch_linear", "linear", tuple(DENSE), "linear", TESTED, memory=1.0, compute=0.85),
     KernelSpec(
-        "triton_w4a16_linear", "linear", ("nvfp4",), "triton_linear", NEVER_RUN,
+        "triton_w4a16_linear", "linear", ("nvfp4",), "triton_linear", TESTED, function="linear",
         min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42,
     ),
     KernelSpec(
-        "triton_w4a16_experts", "experts", ("nvfp4",), "triton_experts", NEVER_RUN,
+        "triton_w4a16_experts", "experts", ("nvfp4",), "triton_experts", TESTED, function="experts",
         min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42, launches=(4, 0),
+    ),
+    KernelSpec(
+        "torch_w8a8_linear", "linear", ("fp8_tensor", "fp8_channel"), "scaled_mm", ON_CPU, function="fp8_linear",
+        min_sm=89, dtypes=(BF16,), n_div=16, k_div=16, input="fp8", launches=(9, 0),
+    ),
+    KernelSpec(
+        "torch_w4a4_linear", "linear", ("nvfp4",), "scaled_mm", NEVER_RUN, function="nvfp4_linear",
+        prepare="nvfp4_prepare", min_sm=100, max_sm=121, dtypes=(BF16, F16), n_div=16, k_div=32, input="nvfp4",
+        launches=(40, 0),
     ),
     KernelSpec("reference_linear", "linear", tuple(FORMATS), "linear", REFERENCE, extra=24, launches=(12, 0), f32=True),
     KernelSpec(
@@ -111,6 +128,12 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec("reference_attention", "attention", (), "attention", REFERENCE, launches=(12, 0), f32=True),
     KernelSpec("reference_gated_delta", "gated_delta", (), "gated_delta", REFERENCE, launches=(30, 0), f32=True),
 )  # fmt: skip
+
+
+def no_kernel(op: str) -> KernelSpec | None:
+    """Stands for the kernel that an op of UNWRITTEN lacks: a row without a module, whose estimate is the floor."""
+    row = KernelSpec("none", op, (), "", "not written yet", memory=1, compute=1, launches=(0, 0))
+    return row if op in UNWRITTEN else None
 
 
 @functools.cache
@@ -142,6 +165,11 @@ def unfit(spec: KernelSpec, layer: LayerDesc, hw: Hardware, dtype: str) -> str |
     return None if installed(spec.module) else f"is not installed ({__package__}.{spec.module})"
 
 
+def unproven(spec: KernelSpec) -> str | None:
+    """Why a row waits to be asked for by name: nobody has seen its numbers on a GPU yet."""
+    return f"was {spec.status}; --kernel {spec.op}={spec.name} asks for it" if spec.status == ON_CPU else None
+
+
 @dataclass(frozen=True)
 class Cost:
     """us: expected. floor_us: no kernel on this machine can be faster. bound: by "memory", "compute" or "launch"."""
@@ -156,13 +184,14 @@ class Cost:
 @dataclass(frozen=True)
 class Batch:
     """tokens of a step, of how many sequences, each with `context` tokens before it; item: bytes of an activation, kv
-    of an element of the cache."""
+    of an element of the cache. least: fewest tokens that the same kernel is to run, 0 for no fewer."""
 
     tokens: int
     sequences: int
     context: int
     item: int
     kv: int
+    least: int = 0
 
 
 def work(layer: LayerDesc, batch: Batch) -> tuple[float, float, float, float]:
@@ -173,11 +202,12 @@ def work(layer: LayerDesc, batch: Batch) -> tuple[float, float, float, float]:
     if layer.op == "linear":
         n, k = layer.local[0]
         return layer.weight_bytes + t * (n + k) * batch.item, 2.0 * t * n * k, n * k, 0
-    if layer.op == "experts":
+    if layer.op in EXPERTS:
         held, i, h = layer.local[0]
+        each = EXPERTS[layer.op] * i * h
         hit = held * (1 - (1 - layer.top_k / layer.shape[0]) ** t)
-        flops = 6.0 * i * h * t * layer.top_k * held / layer.shape[0]
-        return hit / held * layer.weight_bytes + 2 * t * h * batch.item, flops, hit * 3 * i * h, hit
+        flops = 2.0 * each * t * layer.top_k * held / layer.shape[0]
+        return hit / held * layer.weight_bytes + 2 * t * h * batch.item, flops, hit * each, hit
     if layer.op == "embedding":
         return t * layer.local[0][1] * (layer.formats[0].bits / 8 + batch.item), 0, 0, 0
     if layer.op == "attention":
@@ -186,16 +216,25 @@ def work(layer: LayerDesc, batch: Batch) -> tuple[float, float, float, float]:
         cached = batch.sequences * (batch.context + own) * 2 * kv * d * batch.kv
         return cached + 2 * t * q * d * batch.item, 4.0 * t * q * d * (batch.context + (own + 1) / 2), 0, 0
     n, dk, dv = layer.local[0]
-    return batch.sequences * n * dk * dv * 8 + t * n * (2 * dk + 2 * dv) * batch.item, 8.0 * t * n * dk * dv, 0, 0
+    state = batch.sequences * n * dk * dv * 8
+    if layer.op == "mamba2":  # a head's input, gate and output; B and C are shared by many
+        return state + t * n * 3 * dk * batch.item, 6.0 * t * n * dk * dv, 0, 0
+    return state + t * n * (2 * dk + 2 * dv) * batch.item, 8.0 * t * n * dk * dv, 0, 0
+
+
+def rate(hw: Hardware, input: str) -> float:
+    """FLOP/s of products whose operands are `input` ("high", "none", "fp8", "nvfp4"), in the best units for them."""
+    return {"fp8": hw.fp8, "nvfp4": hw.fp4}.get(input) or hw.bf16 or hw.f32
 
 
 def estimate(spec: KernelSpec, layer: LayerDesc, hw: Hardware, batch: Batch) -> Cost:
     """What `spec` takes for one step of `layer`. More bandwidth never makes it slower."""
     moved, flops, weights, hit = work(layer, batch)
-    peak = hw.bf16 or hw.f32
     memory = (moved + spec.extra * weights) / (hw.bandwidth * spec.memory) * 1e6
-    compute = flops / ((hw.f32 if spec.f32 else peak) * spec.compute) * 1e6
+    compute = flops / ((hw.f32 if spec.f32 else rate(hw, spec.input)) * spec.compute) * 1e6
     launch = (spec.launches[0] + spec.launches[1] * hit) * LAUNCH_US[hw.sm == 0]
     bound = max((memory, "memory"), (compute, "compute"), (launch, "launch"))[1]
-    floor = max(moved / hw.bandwidth, flops / peak) * 1e6
+    asked = {f.activation for f in layer.formats}
+    best = max(rate(hw, "high"), rate(hw, asked.pop()) if len(asked) == 1 else 0)  # what the layer's inputs allow
+    floor = max(moved / hw.bandwidth, flops / best) * 1e6
     return Cost(moved, flops, max(memory, compute) + launch, floor, bound)

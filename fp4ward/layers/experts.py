@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from fp4ward.formats.weight import Weight
 from fp4ward.kernels import experts
+from fp4ward.layers.op import Op
 from fp4ward.parallel.placement import Placement, experts_types
 
 
@@ -20,12 +19,8 @@ class RoutedExperts:
         """placements: of gate, up and down."""
         self.name = name
         self.types = experts_types(name, placements)
-        self.gate = gate
-        self.up = up
-        self.down = down
         self.top_k = top_k
-        self.op: Callable[..., Tensor] = experts.reference
+        self.op = Op(experts.reference, gate, up, down)
 
     def __call__(self, x_TH: Tensor, logits_TE: Tensor) -> Tensor:
-        weights, ids = experts.route_softmax(logits_TE, self.top_k)
-        return self.op(x_TH, self.gate, self.up, self.down, weights, ids)
+        return self.op(x_TH, *experts.route_softmax(logits_TE, self.top_k))

@@ -9,14 +9,16 @@ What differs from its siblings: norms multiply by 1 + w (except the gated norm o
 carry a gate, interleaved head by head; only a quarter of each head rotates; routing weights are renormalised; the
 shared expert has a sigmoid gate of its own. Source: transformers' models.qwen3_5 and qwen3_5_moe.
 
-Each weight's local shape decides the local number of heads: the same forward runs on one rank and on several. The two
-all-reduces a layer are all the communication there is before the head.
+Each weight's local shape decides the local number of heads: the same forward runs on one rank and on several. A block's
+`output` is its type on the ranks, which its weights' placement decides; `replicated` is all the communication there is:
+two all-reduces a layer, of partial sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,18 +31,21 @@ from fp4ward.layers.basic import Embedding, GatedHeadNorm, HeadNorm, MergeHeads,
 from fp4ward.layers.experts import RoutedExperts
 from fp4ward.layers.gated_delta import GatedDelta
 from fp4ward.layers.linear import Linear
+from fp4ward.layers.op import Op
 from fp4ward.layers.step import KvCache, RecurrentState, Step
-from fp4ward.parallel.collectives import Group, all_gather, all_reduce
+from fp4ward.parallel.collectives import Group, replicated
+from fp4ward.parallel.placement import R, Type
 
 
 class Parts:
-    """The loaded tensors by canonical name, made into layers."""
+    """The loaded tensors by canonical name, made into layers. ops: what the runner binds kernels to, by layer."""
 
     def __init__(self, cfg: Config, tensors: Mapping[str, Weight | Tensor], dtype: torch.dtype) -> None:
         self.cfg = cfg
         self.dtype = dtype
         self.tensors = tensors
         self.placement = {slot.name: slot.placement for slot in weights(cfg)}
+        self.ops: dict[str, Op] = {}
 
     def weight(self, name: str) -> Weight:
         found = self.tensors[name]
@@ -53,7 +58,9 @@ class Parts:
         return found
 
     def linear(self, name: str) -> Linear:
-        return Linear(name, self.weight(name), self.placement[name])
+        made = Linear(name, self.weight(name), self.placement[name])
+        self.ops[name] = made.op
+        return made
 
     def one_plus(self, name: str) -> Tensor:
         """Norm weights are stored zero-centred: the factor is 1 + w."""
@@ -75,6 +82,7 @@ class GatedAttention:
         self.head_dim = cfg.head_dim
         self.q_proj, self.k_proj = parts.linear(f"{prefix}q_proj"), parts.linear(f"{prefix}k_proj")
         self.v_proj, self.o_proj = parts.linear(f"{prefix}v_proj"), parts.linear(f"{prefix}o_proj")
+        self.output = self.o_proj.types.output
         self.q_norm, self.k_norm = parts.head_norm(f"{prefix}q_norm"), parts.head_norm(f"{prefix}k_norm")
         self.rope = Rope(cfg.rotary_dim, cfg.rope_theta, parts.dtype, device)
         self.attention = PagedAttention(cfg.head_dim)
@@ -98,6 +106,7 @@ class GatedDeltaNet:
         self.in_proj_qkv, self.in_proj_z = parts.linear(f"{prefix}in_proj_qkv"), parts.linear(f"{prefix}in_proj_z")
         self.in_proj_a, self.in_proj_b = parts.linear(f"{prefix}in_proj_a"), parts.linear(f"{prefix}in_proj_b")
         self.out_proj = parts.linear(f"{prefix}out_proj")
+        self.output = self.out_proj.types.output
         self.norm = GatedHeadNorm(parts.tensor(f"{prefix}norm.weight"), cfg.rms_norm_eps)
         self.heads, self.merge = SplitHeads(cfg.linear_value_head_dim), MergeHeads()
         self.delta = GatedDelta(
@@ -120,15 +129,17 @@ class Mlp:
     def __init__(self, parts: Parts, prefix: str) -> None:
         self.gate_proj, self.up_proj = parts.linear(f"{prefix}gate_proj"), parts.linear(f"{prefix}up_proj")
         self.down_proj = parts.linear(f"{prefix}down_proj")
+        self.output = self.down_proj.types.output
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
 
 
 class MoE:
-    """Routed experts plus the shared expert under its own sigmoid gate. Both are partial sums: one all-reduce after."""
+    """Routed experts plus the shared expert under its own sigmoid gate. Both are partial sums: one all-reduce after. Of
+    two that differ, because one is whole on every rank, the partial one is summed before."""
 
-    def __init__(self, parts: Parts, prefix: str) -> None:
+    def __init__(self, parts: Parts, prefix: str, group: Group) -> None:
         self.gate = parts.linear(f"{prefix}gate")
         self.shared_expert_gate = parts.linear(f"{prefix}shared_expert_gate")
         self.shared_expert = Mlp(parts, f"{prefix}shared_expert.")
@@ -136,10 +147,26 @@ class MoE:
         gate, up, down = (parts.weight(name) for name in names)
         placements = tuple(parts.placement[name] for name in names)
         self.experts = RoutedExperts(f"{prefix}experts", gate, up, down, placements, parts.cfg.num_experts_per_tok)
+        parts.ops[self.experts.name] = self.experts.op
+        self.group = group
+        self.kinds = self.experts.types.output, self.shared_expert.output
+        self.output = self.kinds[0] if self.kinds[0] == self.kinds[1] else R
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         routed = self.experts(x_TH, self.gate(x_TH))
-        return routed + self.shared_expert_gate(x_TH).sigmoid() * self.shared_expert(x_TH)
+        shared = self.shared_expert_gate(x_TH).sigmoid() * self.shared_expert(x_TH)
+        if self.kinds[0] != self.kinds[1]:
+            routed = replicated(routed, self.kinds[0], self.group)
+            shared = replicated(shared, self.kinds[1], self.group)
+        return routed + shared
+
+
+class Block(Protocol):
+    """output: type of what it returns."""
+
+    output: Type
+
+    def __call__(self, *args: Any, **more: Any) -> Tensor: ...
 
 
 @dataclass
@@ -147,9 +174,9 @@ class Layer:
     """A mixer and an MLP, each behind a norm and beside a residual."""
 
     norm: RMSNorm
-    mixer: Callable[..., Tensor]
+    mixer: Block
     post_norm: RMSNorm
-    mlp: Callable[..., Tensor]
+    mlp: Block
 
 
 class Model:
@@ -166,21 +193,23 @@ class Model:
         self.layers = [self._layer(parts, i, kind) for i, kind in enumerate(cfg.layer_types)]
         self.norm = parts.norm("norm")
         self.lm_head = parts.linear("lm_head")  # the embedding's memory where they are tied
+        self.output = self.lm_head.types.output
+        self.ops = parts.ops
 
     def _layer(self, parts: Parts, i: int, kind: str) -> Layer:
         p = f"layers.{i}."
-        mixer: Callable[..., Tensor]
+        mixer: Block
         if kind == "full_attention":
             mixer = GatedAttention(parts, f"{p}self_attn.", self.device)
         else:
             mixer = GatedDeltaNet(parts, f"{p}linear_attn.")
-        mlp = MoE(parts, f"{p}mlp.") if parts.cfg.num_experts else Mlp(parts, f"{p}mlp.")
+        mlp: Block = MoE(parts, f"{p}mlp.", self.group) if parts.cfg.num_experts else Mlp(parts, f"{p}mlp.")
         return Layer(parts.norm(f"{p}input_layernorm"), mixer, parts.norm(f"{p}post_attention_layernorm"), mlp)
 
     def forward(self, step: Step, state: Sequence[KvCache | RecurrentState]) -> Tensor:
         x = self.embed_tokens(step.token_ids)
         for layer, own in zip(self.layers, state, strict=True):
-            x = x + all_reduce(layer.mixer(layer.norm(x), step, own), self.group)
-            x = x + all_reduce(layer.mlp(layer.post_norm(x)), self.group)
+            x = x + replicated(layer.mixer(layer.norm(x), step, own), layer.mixer.output, self.group)
+            x = x + replicated(layer.mlp(layer.post_norm(x)), layer.mlp.output, self.group)
         x = self.norm(x[step.logits_at])
-        return all_gather(self.lm_head(x), self.group)
+        return replicated(self.lm_head(x), self.output, self.group)

@@ -29,7 +29,8 @@ from fp4ward.facts import PagedKv, StateSpec
 from fp4ward.formats.formats import F32
 from fp4ward.formats.weight import Weight
 from fp4ward.layers.step import KvCache, RecurrentState, SequenceStep, Step
-from fp4ward.parallel.placement import Experts, Placement, Shard, Slot, Type, ranges
+from fp4ward.parallel.placement import OpTypes, P, Placement, R, Replicate, Slot, Type
+from fp4ward.pieces import Layout, block_of, local_shape, whole_blocks
 
 TOKENS, ROWS = 5, 16  # of the prompt, and of the cache
 
@@ -41,13 +42,15 @@ def check_sharding(
     ranks: int,
     rank: int,
     *,
+    ep: int = 1,
+    replicate: Sequence[str] = (),
     place: Callable[[Slot], Placement] = lambda slot: slot.placement,
 ) -> None:
     """Run the forward of `model` for the architecture of config.json `config`, cut for `rank` of `ranks`.
 
-    facts, model: the architecture's modules. place: the placement of a slot, where another one is to be tried.
-    UserError when something does not fit: the line of the model, both operands with their types and the layers that
-    they came from.
+    facts, model: the architecture's modules. ep: groups that experts are dealt to. replicate: patterns of blocks that
+    every rank holds whole. place: the placement of a slot, where another one is to be tried. UserError when something
+    does not fit: the line of the model, both operands with their types and the layers that they came from.
     """
     try:
         import spmd_types
@@ -61,18 +64,23 @@ def check_sharding(
     spmd: Any = spmd_types
     if dist.is_initialized():
         raise UserError("checking the sharding needs a process that has joined no process group")
-    cfg = facts.tiny(facts.parse(config), ranks)
-    slots = [dataclasses.replace(slot, placement=place(slot)) for slot in facts.weights(cfg)]
+    cfg, whole = _tiny(facts, facts.parse(config), ranks, replicate)
+    slots = [
+        dataclasses.replace(slot, placement=Replicate() if block_of(slot.name) in whole else place(slot))
+        for slot in facts.weights(cfg)
+    ]
+    layout = Layout(ranks, ep)
     origins = _Origins()
     dist.init_process_group(backend="fake", rank=rank, world_size=ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
         typed = _Typed(spmd, mesh.get_group("tensor"), origins)
         with mock.patch.object(model, "weights", lambda _: slots):
-            built = model.Model(cfg, _tensors(slots, rank, ranks), torch.float32, group=typed.group)
+            built = model.Model(cfg, _tensors(slots, rank, layout), torch.float32, group=typed.group)
         typed.wrap(built, model.__name__)
         states = [facts.state_spec(cfg, r, ranks) for r in range(ranks)]  # heads must fit on every rank
-        state = [_state(spec) for spec in states[rank]]
+        full, mixers = facts.state_spec(cfg), {n for n in range(len(states[rank])) if _mixer_whole(n, whole)}
+        state = [_state(full[i] if i in mixers else spec) for i, spec in enumerate(states[rank])]
         step = _step()
         with spmd.set_current_mesh(mesh), spmd.checker.typecheck(local=False), typed.collectives(model), origins:
             for tensor in (step.token_ids, step.positions, step.cache_at, step.logits_at):
@@ -86,16 +94,25 @@ def check_sharding(
         dist.destroy_process_group()
 
 
-def _tensors(slots: Sequence[Slot], rank: int, ranks: int) -> dict[str, Weight | Tensor]:
+def _tiny(facts: ModuleType, cfg: Any, ranks: int, replicate: Sequence[str]) -> tuple[Any, set[str]]:
+    """facts.tiny with one layer of each kind and set of whole blocks; and those blocks by their names there."""
+    whole = whole_blocks(facts.weights(cfg), replicate)
+    kept = {i: frozenset(b for b in whole if b.startswith(f"layers.{i}.")) for i in range(len(cfg.layer_types))}
+    alike = {(kind, frozenset(b.split(".", 2)[2] for b in kept[i])): None for i, kind in enumerate(cfg.layer_types)}
+    small = dataclasses.replace(facts.tiny(cfg, ranks), layer_types=tuple(kind for kind, _ in alike))
+    inside = {f"layers.{n}.{b}" for n, (_, blocks) in enumerate(alike) for b in blocks}
+    return small, inside | {b for b in whole if not b.startswith("layers.")}
+
+
+def _mixer_whole(layer: int, whole: set[str]) -> bool:
+    return any(b in whole for b in (f"layers.{layer}.{m}" for m in ("self_attn", "linear_attn", "mixer")))
+
+
+def _tensors(slots: Sequence[Slot], rank: int, layout: Layout) -> dict[str, Weight | Tensor]:
     """This rank's share of every weight, all zeros."""
     out: dict[str, Weight | Tensor] = {}
     for slot in slots:
-        shape = list(slot.shape)
-        inner, lead = (slot.placement.inner, 1) if isinstance(slot.placement, Experts) else (slot.placement, 0)
-        if isinstance(inner, Shard):
-            dim = lead + inner.dim
-            shape[dim] = sum(stop - start for start, stop in ranges(inner, shape[dim], rank, ranks))
-        zeros = torch.zeros(shape)
+        zeros = torch.zeros(local_shape(slot, F32, layout, rank, False))
         out[slot.name] = zeros if slot.kind == "tensor" else Weight(F32, {"data": zeros})
     return out
 
@@ -142,15 +159,18 @@ class _Typed:
 
     def wrap(self, part: Any, models: str) -> None:
         """Make every layer op below `part`, a block of the module `models`, a boundary with the types it states."""
+        whole = getattr(part, "output", None) == R
         for name, value in list(vars(part).items()):
             if hasattr(value, "types"):
-                setattr(part, name, self._boundary(value))
+                setattr(part, name, self._boundary(value, whole))
             for inner in value if isinstance(value, list) else [value]:
                 if type(inner).__module__ == models:
                     self.wrap(inner, models)
 
-    def _boundary(self, op: Any) -> Any:
+    def _boundary(self, op: Any, whole: bool) -> Any:
         types, name = op.types, getattr(op, "name", type(op).__name__)
+        if whole and "types" not in vars(op):  # an op on heads, in a block that has all of them on every rank
+            types = OpTypes(tuple(R if t.kind == "S" else t for t in types.inputs), R)
         count = len(types.inputs)
 
         def call(*args: Any) -> Tensor:
@@ -170,17 +190,17 @@ class _Typed:
 
     @contextmanager
     def collectives(self, model: ModuleType) -> Iterator[None]:
-        """The model's collectives, checked: a sum wants a partial value, a gather one that is cut along its last
-        dimension."""
+        """The model's communication, checked: a value must have the type that it is declared to have."""
         spmd = self.spmd
 
-        def all_reduce(x: Tensor, group: Any) -> Any:
-            return spmd.all_reduce(x, group, src=spmd.P, dst=spmd.R)
+        def replicated(x: Tensor, kind: Type, group: Any) -> Any:
+            if kind == R:
+                spmd.assert_type(x, self.of(R))
+                return x
+            collective, last = (spmd.all_reduce, spmd.P) if kind == P else (spmd.all_gather, spmd.S(x.dim() - 1))
+            return collective(x, group, src=last, dst=spmd.R)
 
-        def all_gather(x: Tensor, group: Any) -> Any:
-            return spmd.all_gather(x, group, src=spmd.S(x.dim() - 1), dst=spmd.R)
-
-        with mock.patch.multiple(model, all_reduce=all_reduce, all_gather=all_gather):
+        with mock.patch.object(model, "replicated", replicated):
             yield
 
 

@@ -12,28 +12,31 @@ from fp4ward.errors import UserError
 from fp4ward.facts import StateSpec
 from fp4ward.kernels.linear import wide
 from fp4ward.memory import page_bytes, pages
+from fp4ward.plan import Plan
 from fp4ward.runtime.pool import Pool
 from fp4ward.runtime.request import Request, SamplingParams, generator
-from fp4ward.runtime.runner import Forward, Runner
+from fp4ward.runtime.runner import Forward, Runner, bind
 from fp4ward.runtime.sampler import prompt_logprobs, sample
 from fp4ward.runtime.scheduler import Limits, Scheduler, Work
 from fp4ward.runtime.state import State
 
 
 class Engine:
-    """One model, its state and its requests. `config` is resolved: nothing in it is "auto"."""
+    """One model, its state and its requests, by a plan that can run."""
 
     def __init__(
         self,
         model: Forward,
         spec: Sequence[StateSpec],
-        config: EngineConfig,
+        plan: Plan,
         *,
         vocab_size: int,
         kv_scales: Mapping[int, tuple[float, float]],
         eos_token_ids: tuple[int, ...],
     ) -> None:
+        config = plan.config
         assert config.max_model_len is not None
+        bind(model.ops, plan)
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.seed = config.seed

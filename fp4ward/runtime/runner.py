@@ -1,26 +1,62 @@
-"""Runs steps: model and state behind one call."""
+"""Runs steps: model and state behind one call. The one place where a kernel's name becomes code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fp4ward.kernels.specs import KernelSpec
+from fp4ward.layers.op import ANY, Kernel, Op
 from fp4ward.layers.step import KvCache, RecurrentState, Step
+from fp4ward.plan import Plan
 from fp4ward.runtime.batch import flatten
 from fp4ward.runtime.scheduler import Work
 from fp4ward.runtime.state import State
 
 
 class Forward(Protocol):
-    """What a models module's Model offers."""
+    """What a models module's Model offers. ops: of linear layers and experts, by the plan's paths."""
 
     device: torch.device
     dtype: torch.dtype
+    ops: Mapping[str, Op]
 
     def forward(self, step: Step, state: Sequence[KvCache | RecurrentState]) -> Tensor: ...
+
+
+def code(spec: KernelSpec, name: str) -> Kernel:
+    """The function `name` of the module that a row names, imported on first use."""
+    found: Kernel = getattr(importlib.import_module(f"fp4ward.kernels.{spec.module}"), name)
+    return found
+
+
+def bind(ops: Mapping[str, Op], plan: Plan) -> None:
+    """Give each op the kernels that the plan chose for its layer, one a regime of tokens, and the weights in the layout
+    that each wants: one layer at a time, and what no kernel reads any more is let go.
+
+    What the plan says of embedding, attention and recurrences is their reference, which their layers call by name.
+    """
+    for planned in plan.layers:
+        if planned.layer.path not in ops:
+            continue
+        op = ops[planned.layer.path]
+        made: dict[str, tuple[Any, ...]] = {}
+        ways: list[tuple[int, Kernel, tuple[Any, ...]]] = []
+        for regime, pick in zip(plan.regimes, planned.choice.picks, strict=True):
+            prepare = pick.kernel.prepare
+            layout = prepare and pick.kernel.name
+            if layout not in made:
+                made[layout] = (code(pick.kernel, prepare)(*op.weights),) if prepare else op.weights
+            kernel = code(pick.kernel, pick.kernel.function)
+            if ways and ways[-1][1] is kernel:
+                ways.pop()
+            ways.append((ANY if regime is plan.regimes[-1] else regime.tokens, kernel, made[layout]))
+        op.ways = tuple(ways)
+        op.weights = made.get("", ())
 
 
 class Runner:

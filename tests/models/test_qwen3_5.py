@@ -36,11 +36,11 @@ def f64_logits(model: LLM, ids: list[int], chunks: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("unpack", [True, False], ids=["unpacked", "packed"])
 def test_float32_logits_and_greedy_tokens_equal_the_reference(folder, unpack, monkeypatch):
     if not unpack:
-        monkeypatch.setattr("fp4ward.llm.UNPACK_BYTES", 0)
+        monkeypatch.setattr("fp4ward.plan.UNPACK_BYTES", 0)
     ref = reference(folder)
     model = llm(folder)
     ids = ref["input_ids"][0].tolist()
-    assert model.engine.runner.model.lm_head.weight.format.quantized == ("mixed" in folder.name and not unpack)
+    assert model.engine.runner.model.lm_head.op.weights[0].format.quantized == ("mixed" in folder.name and not unpack)
     logits = model.logits(ids)
     assert logits.dtype == torch.float32 and logits.shape == ref["logits"].shape
     assert (logits - ref["logits"]).abs().max() < 1e-3

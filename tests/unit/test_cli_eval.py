@@ -41,7 +41,7 @@ class Pupil:
     error: str | None = None
     tokenizer = object()
     notices: tuple[Notice, ...] = ()
-    unpacked = False
+    plan = types.SimpleNamespace(unpacked=False)
     made: list[Pupil] = []  # noqa: RUF012
 
     def __init__(self, model: str, *, needs: str, show_progress: bool | None = None, **settings: Any) -> None:

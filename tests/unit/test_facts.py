@@ -12,14 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4ward import facts
+from fp4ward import cli, facts
 from fp4ward.checkpoint.assign import assign
 from fp4ward.checkpoint.index import Index, open_index
 from fp4ward.errors import UserError
+from fp4ward.facts import nemotron_h
 from fp4ward.facts.qwen3_5 import REQUIRED_VALUES
+from fp4ward.parallel.placement import Experts, Shard, ranges
 from tests.build import FIXTURES
 
 MOE, DENSE = "q35moe-w4a16-modelopt", "q35dense-vl-mixed-w4a16-fp8-modelopt"
+NEMOTRON, LATENT = "nemotronh-nvfp4-modelopt", "nemotronh-latent-mixed-modelopt"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 
 
@@ -105,6 +108,75 @@ def test_the_same_model_in_other_words_is_the_same_model(changes: dict[str, Any]
     assert resolved(changed(MOE, changes)) == resolved(index(MOE))
 
 
+# --- Nemotron-H: facts without a forward ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),  # F28
+        ({"use_conv_bias": False}, "use_conv_bias=False"),
+        ({"mamba_ssm_cache_dtype": "float16"}, "only 'float32'"),
+        ({"time_step_limit": [0.001, 0.1]}, "time_step_limit=[0.001, 0.1]"),
+        ({"n_shared_experts": 2}, "n_shared_experts=2"),
+        ({"layers_block_type": ["mamba", "conv"]}, "layers_block_type[1] is 'conv'; kinds of layers are mamba, moe"),
+        ({"layers_block_type": None}, "'layers_block_type' is missing"),
+        ({"layers_block_type": []}, "a kind for each of 1 to 4096 layers"),
+        ({"hybrid_override_pattern": "MEM*EE"}, "layers_block_type and hybrid_override_pattern differ"),
+        ({"num_hidden_layers": 7}, "num_hidden_layers=7, but 6 are named"),
+        ({"n_group": 3}, "n_routed_experts=8 is no multiple of n_group=3"),
+        ({"n_groups": 3}, "mamba_num_heads=8 is no multiple of n_groups=3"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of n_routed_experts=8"),
+        ({"conv_kernel": 1}, "2 and more"),
+        ({"moe_latent_size": 32}, "missing tensor layers.1.mixer.fc1_latent_proj"),
+        ({"moe_intermediate_size": 96}, "[96, 128]"),
+        ({"layers_block_type": ["mamba", "moe", "mamba", "attention", "mamba", "mlp"]}, "layers.4.mixer"),
+    ],
+)
+def test_another_nemotron_is_refused(changes: dict[str, Any], words: str) -> None:
+    assert words in refusal(changed(NEMOTRON, changes))
+
+
+def test_kinds_of_layers_are_read_in_every_spelling() -> None:
+    """Lists with older and newer names, and the string of characters."""
+    base = resolved(index(NEMOTRON))
+    assert base.layer_types == ("mamba", "moe", "mamba", "attention", "moe", "mlp")
+    older = ["mamba", "moe", "mamba", "attention", "moe", "mlp"]
+    pattern = {"layers_block_type": None, "hybrid_override_pattern": "MEM*E-", "num_hidden_layers": 6}
+    for changes in ({"layers_block_type": older}, pattern, {"time_step_limit": [0.0, math.inf]}):  # F16
+        assert resolved(changed(NEMOTRON, changes)) == base
+
+
+@pytest.mark.parametrize("fixture", [NEMOTRON, LATENT])
+def test_nemotron_names_are_canonical_once(fixture: str) -> None:  # B23, F27
+    cfg = resolved(index(fixture))
+    up = next(s for s in nemotron_h.weights(cfg) if s.name == "layers.1.mixer.experts.up_proj")
+    assert up.shape == (8, 64, cfg.moe_latent_size or 128)  # one input projection, of the latent width where there is
+    names = {nemotron_h.canonical(name) for name in index(fixture).tensors}
+    assert "layers.0.mixer.in_proj.weight" in names and "lm_head.weight" in names
+    for prefix in ("backbone.", "model.", "language_model.backbone.", "language_model.model.", ""):
+        assert nemotron_h.canonical(f"{prefix}layers.0.norm.weight") == "layers.0.norm.weight"
+    assert nemotron_h.canonical("model.") == "model."
+
+
+def test_1856_rows_are_cut_into_29_units() -> None:  # F25
+    sizes = {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+    slots = {s.name: s for s in nemotron_h.weights(nemotron_h.parse({**index(NEMOTRON).config, **sizes}))}
+    placement = slots["layers.1.mixer.experts.down_proj"].placement
+    assert isinstance(placement, Experts) and isinstance(placement.inner, Shard)
+    spans = [ranges(placement.inner, 1856, r, 8)[0] for r in range(8)]
+    assert [b - a for a, b in spans] == [256] * 5 + [192] * 3 and spans[-1][1] == 1856
+    in_proj = slots["layers.0.mixer.in_proj"].placement
+    assert isinstance(in_proj, Shard)
+    assert ranges(in_proj, 648, 1, 2) == [(128, 256), (384, 512), (544, 576), (608, 640), (644, 648)]  # z, x, B, C, dt
+
+
+def test_a_model_without_a_forward_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", str(FIXTURES / NEMOTRON), "--prompt-token-ids", "1"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "can be planned and linted, but not run yet" in err
+
+
 def test_the_dtype_stands_in_either_place_under_either_name() -> None:
     config = {k: v for k, v in index(DENSE).config.items() if k != "dtype"}
     config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "dtype"}
@@ -115,13 +187,16 @@ def test_the_dtype_stands_in_either_place_under_either_name() -> None:
 def keys(fixture: str) -> list[str]:
     config = index(fixture).config
     text = config.get("text_config", config)
-    more = ("rope_scaling", "text_config", "full_attention_interval", "torch_dtype", "rope_theta")
+    more: tuple[str, ...] = ("rope_scaling", "text_config", "full_attention_interval", "torch_dtype", "rope_theta")
+    more += ("hybrid_override_pattern", "num_hidden_layers", "norm_eps") if fixture in (NEMOTRON, LATENT) else ()
     return sorted({*config, *text, *REQUIRED_VALUES, *more})
 
 
 numbers = st.sampled_from([0, -1, 1, 2, 3, 16, 31, 512, 10**9, 2**31 - 1, 2**31, 2**63, 10**30, 0.5, 1e300, math.nan])
 leaves = st.none() | st.booleans() | numbers | st.floats() | st.integers() | st.text(max_size=6)
-words = st.sampled_from(["default", "yarn", "full_attention", "linear_attention", "nvfp4", "Linear", "re:.*"])
+words = st.sampled_from(
+    ["default", "ME*E-", "mamba", "yarn", "full_attention", "linear_attention", "nvfp4", "Linear", "re:.*"]
+)
 values = st.recursive(
     leaves | words,
     lambda inner: (
@@ -135,7 +210,7 @@ values = st.recursive(
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
-@given(data=st.data(), fixture=st.sampled_from([MOE, DENSE]), root=st.booleans())
+@given(data=st.data(), fixture=st.sampled_from([MOE, DENSE, NEMOTRON, LATENT]), root=st.booleans())
 def test_any_values_give_a_model_or_a_sentence(data: st.DataObject, fixture: str, root: bool) -> None:
     changes = data.draw(st.dictionaries(st.sampled_from(keys(fixture)), values, min_size=1, max_size=3))
     i = changed(fixture, changes, root)

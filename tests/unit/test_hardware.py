@@ -18,7 +18,7 @@ def test_every_row_makes_sense() -> None:
     for row in ROWS:
         assert row.memory > 10 * GIB and row.bandwidth >= 1e10 and row.f32 > 0
         assert row.cpu == (row.bf16 == 0), row.name
-        assert row.fp4 == (row.sm >= 100), row.name  # FP4 tensor cores came with Blackwell
+        assert bool(row.fp4) == (row.sm >= 100), row.name  # FP4 tensor cores came with Blackwell
         assert (row.fp8 > 0) == (row.sm >= 89), row.name
         assert row.cpu or row.bf16 > row.f32
 
@@ -42,7 +42,7 @@ def test_numbers_make_a_machine_and_change_one() -> None:
     own = parse("sm=90, mem=141, bw=4800, bf16=989")
     assert (own.sm, own.memory, own.bandwidth, own.bf16) == (90, 141 * GIB, 4.8e12, 989e12)
     assert own.f32 > 0 and not own.fp4
-    assert parse("sm=120,mem=32,bw=1792,bf16=209,fp4=1").fp4 is True
+    assert parse("sm=120,mem=32,bw=1792,bf16=209,fp4=1676").fp4 == 1.676e15
     changed = parse("h20,mem=139.5")
     assert changed == dataclasses.replace(parse("H20"), memory=int(139.5 * GIB), source=changed.source)
     assert "--gpu" in changed.source

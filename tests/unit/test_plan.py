@@ -6,12 +6,12 @@ import dataclasses
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,10 +22,10 @@ from fp4ward import hardware, memory, pieces, plan, plan_text
 from fp4ward.cli import main
 from fp4ward.config import EngineConfig
 from fp4ward.errors import UserError
-from fp4ward.facts import PagedKv, qwen3_5
+from fp4ward.facts import STATELESS, PagedKv, nemotron_h, qwen3_5
 from fp4ward.formats.formats import FORMATS, Format
 from fp4ward.kernels import specs
-from fp4ward.kernels.specs import SPECS, Batch, KernelSpec, LayerDesc, estimate, unfit, weight_bytes
+from fp4ward.kernels.specs import SPECS, Batch, KernelSpec, LayerDesc, estimate, no_kernel, unfit, weight_bytes
 from fp4ward.parallel.placement import Experts, Shard, ranges
 from fp4ward.pieces import Layout, Subject, local_shape
 from tests.build import Checkpoint
@@ -34,16 +34,17 @@ FIXTURES = (
     "q35moe-w4a16-modelopt", "q35moe-nvfp4-w4a4-modelopt", "q35moe-nvfp4a16-ct", "q35moe-vl-mixed-w4a16-fp8-modelopt",
     "q35dense-vl-mixed-w4a16-fp8-modelopt",
 )  # fmt: skip
+NEMOTRON = ("nemotronh-nvfp4-modelopt", "nemotronh-latent-mixed-modelopt")
+NANO, LIGHTNING = (f"nvidia/NVIDIA-Nemotron-{name}-30B-A3B-NVFP4" for name in ("3-Nano", "3.5-Lightning"))
 H200, CPU = hardware.parse("H200"), hardware.parse("cpu")
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 ENGINE = EngineConfig(model="x")
 
 
 def make(subject: Subject, gpu: str = "H200", layout: Layout = plan.ONE_RANK, **more: Any) -> plan.Plan:
-    wishes = plan.parse_wishes(more.pop("kernel", []))
     replicate = tuple(more.pop("replicate", ()))
     table = more.pop("specs", SPECS)
-    options = plan.Options(EngineConfig(model="x", **more), layout, wishes, replicate)
+    options = plan.Options(EngineConfig(model="x", **more), layout, replicate)
     return plan.make(subject, hardware.parse(gpu), options, specs=table)
 
 
@@ -86,7 +87,7 @@ def golden(name: str, made: plan.Plan) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["H200", "cpu"])
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", [*FIXTURES, *NEMOTRON])
 def test_golden_plans_of_the_fixtures(subject: Callable[[str], Subject], name: str, gpu: str) -> None:
     golden(f"{name}-{gpu}", make(subject(name), gpu))
 
@@ -106,6 +107,12 @@ def test_golden_plans_of_the_fixtures(subject: Callable[[str], Subject], name: s
         ("nvidia/Qwen3.6-35B-A3B-NVFP4", "cpu", Layout(1)),
         ("nvidia/Qwen3.6-27B-NVFP4", "H200", Layout(1)),
         ("nvidia/Qwen3.6-27B-NVFP4", "RTX-PRO-6000", Layout(1)),
+        (NANO, "H200", Layout(1)),
+        (NANO, "RTX-5090", Layout(1)),
+        (NANO, "cpu", Layout(1)),
+        (LIGHTNING, "H20", Layout(8)),
+        (LIGHTNING, "H200", Layout(2, 2)),
+        (LIGHTNING, "GB10", Layout(1)),
     ],
 )
 def test_golden_plans_of_published_models(
@@ -115,10 +122,76 @@ def test_golden_plans_of_published_models(
     golden(f"{name.partition('/')[2]}-{gpu}{ranks}", make(public(name), gpu, layout))
 
 
-@pytest.mark.parametrize("name", ["nvidia/Qwen3-235B-A22B-NVFP4", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4"])
-def test_an_unknown_architecture_is_refused(public: Callable[[str], Subject], name: str) -> None:
-    with pytest.raises(UserError, match="is not supported; supported are"):
-        public(name)
+def test_an_unknown_architecture_is_a_sentence(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("config", "hf_quant_config"):
+        shutil.copyfile(published / f"nvidia--Qwen3-235B-A22B-NVFP4_{part}.json", tmp_path / f"{part}.json")
+    path = GOLDEN / "plan-Qwen3-235B-A22B-NVFP4-refused.txt"
+    assert main(["plan", str(tmp_path), "--gpu", "H200"]) == 2
+    said = capsys.readouterr()
+    if os.environ.get("FP4WARD_UPDATE_GOLDEN"):
+        path.write_text(said.err)
+    assert (said.out, said.err) == ("", path.read_text())
+
+
+# --- an architecture whose forward does not exist ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NEMOTRON)
+def test_what_has_no_kernel_is_marked_and_counts_with_its_floor(subject: Callable[[str], Subject], name: str) -> None:
+    made = make(subject(name))
+    lacking = [p for p in made.layers if p.layer.op in ("mamba2", "relu2_experts")]
+    assert len(lacking) == 4
+    for p in lacking:
+        assert all(k.kernel.module == "" and k.cost.us == pytest.approx(k.cost.floor_us) for k in p.choice.picks)
+    others = [p for p in made.layers if p not in lacking]
+    assert all(specs.installed(k.kernel.module) for p in others for k in p.choice.picks)
+    told = {n.code: n.where for n in made.notices}
+    assert told["no-forward"] == "NemotronHForCausalLM"
+    assert told["no-kernel"] == "layers.*.mamba2, layers.*.mixer.experts"
+    layers = {x["path"]: x["kernels"]["1"]["kernel"] for x in plan_text.record(made)["layers"]}
+    assert layers["layers.0.mamba2"] is None and layers["layers.0.mixer.in_proj"] is not None
+    assert "these kernels at least" in plan_text.render(made)
+    assert "none is not written yet" in plan_text.why(made, "layers.0.mamba2")
+    unknown = dataclasses.replace(made.layers[1].layer, op="conv3d")
+    with pytest.raises(UserError, match="no kernel can run layer"):  # B5: only what is known to lack one may
+        plan.choose(unknown, [], H200, "bfloat16", {}, SPECS)
+
+
+def test_nemotron_takes_what_was_worked_out_by_hand(public: Callable[[str], Subject]) -> None:
+    """Nemotron-3-Nano: 23 x (128 experts + 2 shared) of 2 x 1856 x 2688 and 17 of 23 Mamba pairs in 4.5 bits, 6 pairs,
+    6 attention layers, table and head in 16."""
+    made = make(public(NANO))
+    experts, pair = 23 * 130 * 2 * 1856 * 2688, 10304 * 2688 + 2688 * 4096
+    attention, tables = 6 * 2 * (4096 + 256) * 2688, 2 * 131072 * 2688
+    bits = 4.5 * (experts + 17 * pair + 23 * 128 * 2688) + 16 * (6 * pair + attention + tables)
+    assert made.memory.weights[0] == pytest.approx(bits / 8, rel=0.005)
+    assert made.memory.slot == 23 * (64 * 64 * 128 * 4 + (4096 + 2 * 8 * 128) * 3 * 2)
+    assert made.memory.page == 6 * 2 * 16 * 2 * 128
+    token = next(p for p in made.layers if p.layer.op == "relu2_experts").choice.picks[0].cost
+    assert token.flops == 2 * 2 * 1856 * 2688 * 6 and token.bytes == pytest.approx(
+        6 * 2 * 1856 * 2688 * 9 / 16, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "place"), [(8, 1, "width / 8 (256/192)"), (8, 8, "experts / 8"), (2, 2, "experts / 2")]
+)
+def test_nemotron_is_cut_in_uneven_units(public: Callable[[str], Subject], tp: int, ep: int, place: str) -> None:
+    s = public(LIGHTNING)  # F25, B34
+    made = make(s, "H20", Layout(tp, ep))
+    places = {p.layer.path: (p.layer.place, p.layer.local) for p in made.layers}
+    assert places["layers.1.mixer.experts"][0] == place
+    assert places["layers.0.mamba2"] == (f"heads / {tp}", ((64 // tp, 64, 128),))
+    assert places["layers.0.mixer.in_proj"][1] == ((10304 // tp, 2688),)
+    assert pieces.pieces(s, Layout(tp, ep)).states[0][1] is STATELESS
+    whole = make(s, "H20", Layout(tp, ep), replicate=["layers.0.mixer", "layers.*.mixer.shared_experts"])  # B30
+    places = {p.layer.path: (p.layer.place, p.layer.local) for p in whole.layers}
+    assert places["layers.0.mamba2"] == ("on every rank", ((64, 64, 128),))
+    assert places["layers.1.mixer.shared_experts.up_proj"][0] == "on every rank"
+    with pytest.raises(UserError, match="cannot be shared by 16 ranks"):
+        pieces.pieces(s, Layout(16))  # 8 groups of heads, each normed as one
 
 
 def test_the_largest_published_model_is_planned_on_eight_h20(public: Callable[[str], Subject]) -> None:
@@ -167,12 +240,28 @@ def test_without_fp4_cores_nvfp4_runs_w4a16(subject: Callable[[str], Subject], n
             assert p.runs.startswith(p.layer.stored.partition(" ")[0])
 
 
+def test_a_kernel_that_has_not_run_on_a_gpu_waits_to_be_asked_for(subject: Callable[[str], Subject]) -> None:
+    name = "q35moe-vl-mixed-w4a16-fp8-modelopt"
+    path = "layers.0.linear_attn.out_proj"
+    (plain,) = [p for p in make(subject(name), "H200").layers if p.layer.path == path]
+    assert plain.layer.stored.endswith("W8A8")
+    assert "--kernel linear=torch_w8a8_linear asks for it" in dict(plain.choice.rejected)["torch_w8a8_linear"]
+    wish = ("linear=torch_w8a8_linear,torch_linear,triton_w4a16_linear",)
+    (asked,) = [p for p in make(subject(name), "H200", kernel=wish).layers if p.layer.path == path]
+    assert {pick.kernel.name for pick in asked.choice.picks} == {"torch_w8a8_linear"}
+
+
 @pytest.mark.parametrize("gpu", ["B200", "B300"])
 def test_w4a4_on_fp4_cores_says_which_kernel_runs_it(subject: Callable[[str], Subject], gpu: str) -> None:
     made = make(subject("q35moe-nvfp4-w4a4-modelopt"), gpu)  # B2
     assert kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
     (notice,) = [n for n in made.notices if n.code == "activation-unused"]
     assert "nvfp4 inputs" in notice.text
+    forced = {"gpu": gpu, "kernel": ["linear=torch_w4a4_linear,torch_linear"]}
+    made = make(subject("q35moe-nvfp4-w4a4-modelopt"), **forced)
+    assert kernels(made, "self_attn.q_proj") == {"torch_w4a4_linear"}
+    with pytest.raises(UserError, match=r"quantizes its input to nvfp4, which this layer .nvfp4 W4A16. does not allow"):
+        make(subject("q35moe-vl-mixed-w4a16-fp8-modelopt"), **forced)  # never promoted
 
 
 @pytest.mark.parametrize("gpu", ["RTX-5090", "RTX-PRO-6000", "GB10"])
@@ -222,6 +311,64 @@ def test_a_forced_kernel_runs_or_the_plan_fails(subject: Callable[[str], Subject
         make(s, dtype="float32", kernel=["experts=triton_w4a16_experts"])
     with pytest.raises(UserError, match="has nothing to run: it reads nvfp4"):
         make(s, "cpu", kernel=["linear=triton_w4a16_linear"])  # small enough to be unpacked to f32
+
+
+def test_absent_experts_cost_nothing_and_copies_of_experts_run(public: Callable[[str], Subject]) -> None:
+    s = public("nvidia/Qwen3.5-397B-A17B-NVFP4")  # B7, B8
+
+    def experts(layout: Layout, regime: int) -> Any:
+        made = make(s, "H20", layout)  # whatever is dealt to whom, no default makes it an error
+        assert kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
+        p = next(p for p in made.layers if p.layer.op == "experts")
+        return p.layer, p.choice.picks[regime].cost
+
+    for regime, tokens in ((0, 1), (2, 64)):
+        one, whole = experts(Layout(), regime)
+        hit = 512 * (1 - (1 - 10 / 512) ** tokens)
+        assert whole.bytes == pytest.approx(hit * one.weight_bytes / 512, rel=0.01)  # not those that no token chose
+        for layout in (Layout(8, 8), Layout(8, 8, 8), Layout(8, 4), Layout(6, 3, 6)):
+            _, cost = experts(layout, regime)
+            share = 1 / layout.tp if layout.tp == 8 else 171 / 512 / 2  # 512 experts over 3: 171, 171, 170
+            assert cost.flops == pytest.approx(whole.flops * share) and cost.bytes < whole.bytes * (share + 0.01)
+    # Redundant experts: a rank that holds more than its share is legal, and pays for what is chosen among them.
+    layer, cost = experts(Layout(8, 8), 0)
+    more = dataclasses.replace(layer, local=((72, *layer.local[0][1:]),))
+    row = next(x for x in SPECS if x.name == "triton_w4a16_experts")
+    assert unfit(row, more, hardware.parse("H20"), "bfloat16") is None
+    batch = Batch(1, 1, 1024, 2, 1)
+    assert estimate(row, more, hardware.parse("H20"), batch).flops == pytest.approx(cost.flops * 72 / 64)
+
+
+def test_an_expert_map_leads_to_copies_and_past_other_ranks() -> None:
+    """Two ranks with an expert map each, the most popular expert on both: together one rank's numbers."""
+    import torch
+
+    from fp4ward.formats.weight import Weight
+    from fp4ward.kernels.experts import reference
+
+    torch.manual_seed(0)
+    x, weights = torch.randn(5, 32), torch.rand(5, 2)
+    ids = torch.tensor([[0, 3], [1, 0], [2, 3], [0, 1], [3, 2]])
+    every = [torch.randn(4, *shape) for shape in ((16, 32), (16, 32), (32, 16))]
+
+    def run(held: list[int], chosen: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (Weight(FORMATS["f32"], {"data": w[held]}) for w in every)
+        return reference(x, gate, up, down, weights, chosen)
+
+    odd = (torch.arange(5) % 2 == 1)[:, None]  # B7, F29: of expert 0's tokens the odd ones go to its copy
+    first = torch.where(ids == 0, torch.where(odd, -1, 0), torch.where(ids == 1, 1, -1))
+    second = torch.where(ids == 0, torch.where(odd, 2, 99), torch.where(ids > 1, ids - 2, -1))
+    assert torch.allclose(run([0, 1], first) + run([2, 3, 0], second), run([0, 1, 2, 3], ids), atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout(8), Layout(8, 8), Layout(8, 4), Layout(8, 8, 2)])
+def test_a_shared_expert_is_cut_beside_routed_ones(public: Callable[[str], Subject], layout: Layout) -> None:
+    made = make(public("nvidia/Qwen3.5-397B-A17B-NVFP4"), "H20", layout)  # B29
+    place = {p.layer.path.partition("mlp.")[2]: p.layer.place for p in made.layers if ".mlp." in p.layer.path}
+    ranks = layout.attention
+    assert place["shared_expert.gate_proj"] == place["shared_expert.up_proj"] == f"rows / {ranks}"
+    assert place["shared_expert.down_proj"] == f"columns / {ranks}"
+    assert place["experts"].startswith(("width / ", "experts / "))
 
 
 @pytest.mark.parametrize("text", ["linear", "linear=", "linear=marlin", "conv=x", "=", "experts=torch_linear"])
@@ -306,6 +453,23 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 
 @st.composite
+def nemotrons(draw: Callable[[Any], Any]) -> Subject:
+    """A Nemotron-H of random sizes and layers."""
+    kv, groups, latent = draw(SIZES), draw(SIZES), draw(st.sampled_from([None, 64]))
+    text = {
+        "hidden_size": 128 * draw(SIZES), "vocab_size": 1000, "num_attention_heads": kv * draw(SIZES),
+        "num_key_value_heads": kv, "head_dim": 32 * draw(SIZES), "n_groups": groups,
+        "mamba_num_heads": groups * draw(SIZES), "mamba_head_dim": 16 * draw(SIZES), "ssm_state_size": 32,
+        "n_routed_experts": 8 * draw(SIZES), "num_experts_per_tok": draw(SIZES), "moe_latent_size": latent,
+        "moe_intermediate_size": 16 * draw(st.integers(1, 120)), "intermediate_size": 16 * draw(st.integers(1, 80)),
+        "moe_shared_expert_intermediate_size": 16 * draw(st.integers(1, 120)), "dtype": "bfloat16",
+        "hybrid_override_pattern": draw(st.text("ME*-", min_size=1, max_size=5)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }  # fmt: skip
+    return stored(draw, nemotron_h, nemotron_h.parse(text))
+
+
+@st.composite
 def subjects(draw: Callable[[Any], Any]) -> Subject:
     """A model of random sizes, each kind of layer in a random format."""
     moe = draw(st.booleans())
@@ -320,7 +484,11 @@ def subjects(draw: Callable[[Any], Any]) -> Subject:
         "tie_word_embeddings": draw(st.booleans()),
     }  # fmt: skip
     cfg = qwen3_5.parse({"architectures": [f"Qwen3_5{'Moe' if moe else ''}ForCausalLM"], **text})
-    slots = tuple(qwen3_5.weights(cfg))
+    return stored(draw, qwen3_5, cfg)
+
+
+def stored(draw: Callable[[Any], Any], facts: ModuleType, cfg: Any) -> Subject:
+    slots = tuple(facts.weights(cfg))
     kinds: dict[str, Format] = {}
     formats = {}
     for slot in slots:
@@ -330,10 +498,11 @@ def subjects(draw: Callable[[Any], Any]) -> Subject:
             if kind not in kinds:
                 kinds[kind] = draw(st.sampled_from(possible)).with_activation(draw(st.sampled_from(["none", "nvfp4"])))
             formats[slot.name] = kinds[kind]
-    aliases = {s.name: "embed_tokens" for s in slots if s.optional}
-    return Subject("random", qwen3_5, cfg, slots, formats, aliases, draw(st.sampled_from([None, "fp8"])), True)
+    aliases = {s.name: slots[0].name for s in slots if s.optional}
+    return Subject("random", facts, cfg, slots, formats, aliases, draw(st.sampled_from([None, "fp8"])), True)
 
 
+ANY = subjects() | nemotrons()
 LAYOUTS = st.sampled_from([1, 2, 3, 4, 6, 8, 16]).flatmap(
     lambda tp: st.builds(
         Layout, st.just(tp), *(st.sampled_from([n for n in (1, 2, 3, 4, 8) if tp % n == 0]) for _ in range(2))
@@ -341,7 +510,7 @@ LAYOUTS = st.sampled_from([1, 2, 3, 4, 6, 8, 16]).flatmap(
 )
 
 
-@given(subjects(), st.sampled_from(hardware.ROWS), LAYOUTS, st.sampled_from(["auto", "float16", "float32"]))
+@given(ANY, st.sampled_from(hardware.ROWS), LAYOUTS, st.sampled_from(["auto", "float16", "float32"]))
 @settings(deadline=None, derandomize=True, max_examples=120)
 def test_every_layer_has_a_legal_kernel_or_a_sentence(
     s: Subject, hw: hardware.Hardware, layout: Layout, dtype: str
@@ -354,18 +523,18 @@ def test_every_layer_has_a_legal_kernel_or_a_sentence(
     assert {p.layer.path for p in made.layers if p.layer.op in ("linear", "embedding")} == {
         n.name for n in s.slots if n.kind == "linear"
     }
-    mixers = sum(p.layer.op in ("attention", "gated_delta") for p in made.layers)
-    assert mixers == len(s.cfg.layer_types)
+    mixers = sum(p.layer.op in ("attention", "gated_delta", "mamba2") for p in made.layers)
+    assert mixers == sum(kind not in ("moe", "mlp") for kind in s.cfg.layer_types)
     for p in made.layers:
         assert len(p.choice.picks) == len(made.regimes)
         for pick in p.choice.picks:
-            assert unfit(pick.kernel, p.layer, hw, made.config.dtype) is None
+            assert pick.kernel == no_kernel(p.layer.op) or unfit(pick.kernel, p.layer, hw, made.config.dtype) is None
             assert 0 < pick.cost.floor_us <= pick.cost.us < math.inf or pick.cost.floor_us == 0
     assert plan_text.render(made) and json.dumps(plan_text.record(made), allow_nan=False)
     assert plan_text.why(made, made.layers[-1].layer.path)
 
 
-@given(subjects(), LAYOUTS)
+@given(ANY, LAYOUTS)
 @settings(deadline=None, derandomize=True, max_examples=150)
 def test_local_sizes_respect_units_and_make_the_whole(s: Subject, layout: Layout) -> None:
     for slot in s.slots:  # B34, F25
@@ -394,7 +563,7 @@ def test_local_sizes_respect_units_and_make_the_whole(s: Subject, layout: Layout
 
 
 @given(
-    subjects(), st.sampled_from(SPECS), st.sampled_from(hardware.ROWS), st.floats(1.0, 16.0), st.integers(1, 5000),
+    ANY, st.sampled_from(SPECS), st.sampled_from(hardware.ROWS), st.floats(1.0, 16.0), st.integers(1, 5000),
     st.integers(0, 10000),
 )  # fmt: skip
 @settings(deadline=None, derandomize=True, max_examples=150)
@@ -409,10 +578,10 @@ def test_more_bandwidth_never_raises_an_estimate(
             assert b.us <= a.us and b.floor_us <= a.floor_us and a.floor_us <= a.us * 1.001
 
 
-@given(subjects(), st.sampled_from([h for h in hardware.ROWS if not h.cpu]), st.sampled_from(SPECS))
+@given(ANY, st.sampled_from([h for h in hardware.ROWS if not h.cpu]), st.sampled_from(SPECS))
 @settings(deadline=None, derandomize=True, max_examples=100)
 def test_a_forced_kernel_that_cannot_run_raises(s: Subject, hw: hardware.Hardware, spec: KernelSpec) -> None:
-    options = plan.Options(ENGINE, kernels={spec.op: (spec.name,)})
+    options = plan.Options(dataclasses.replace(ENGINE, kernel=(f"{spec.op}={spec.name}",)))
     layers = [x for x in pieces.pieces(s, Layout()).layers if x.op == spec.op]
     concerned = [x for x in layers if all(f.name in spec.formats for f in x.formats)]
     if concerned and all(unfit(spec, x, hw, "bfloat16") is None for x in concerned):
@@ -550,7 +719,6 @@ def test_a_cpu_run_allocates_no_more_than_planned(
     from fp4ward.llm import LLM
 
     if packed:
-        monkeypatch.setattr("fp4ward.llm.UNPACK_BYTES", 0)
         monkeypatch.setattr("fp4ward.plan.UNPACK_BYTES", 0)
     made = make(subject(name), "cpu")
     llm = LLM(str(checkpoint(name)), device="cpu", show_progress=False)
@@ -617,15 +785,6 @@ def test_the_command_loads_no_torch(checkpoint: Callable[[str], Path], tmp_path:
             assert "lm_head" in done.stdout
 
 
-def test_the_largest_model_takes_a_second(published: Path, tmp_path: Path) -> None:
-    for part in ("config", "hf_quant_config"):
-        shutil.copyfile(published / f"nvidia--Qwen3.5-397B-A17B-NVFP4_{part}.json", tmp_path / f"{part}.json")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    command = [sys.executable, "-m", "fp4ward", "plan", str(tmp_path), "--gpu", "H20", "--tp", "8"]
-    subprocess.run(command, check=True, capture_output=True)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2  # of one core; 0.3 s measured
-
-
 def test_the_command(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(checkpoint(FIXTURES[0]))
     assert main(["plan", folder, "--gpu", "H200", "--json"]) == 0
@@ -634,7 +793,7 @@ def test_the_command(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFi
     assert set(record["layers"][-1]["kernels"]) == {"1", "2-16", "17-64", "prefill"}
     assert main(["plan", folder, "--gpu", "H200", "--why", "layers.0.mlp.experts"]) == 0
     out = capsys.readouterr().out
-    assert "reference_experts" in out and "triton_w4a16_experts is compiled, never run on this hardware" in out
+    assert "reference_experts" in out and "triton_w4a16_experts is tested on H200" in out
     for more, word in (
         (["--why", "layers.0.mlp.expert"], "there is embed_tokens"),
         (["--gpu", "V100"], "known are"),

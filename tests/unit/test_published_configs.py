@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp4ward.checkpoint.index import parse_json
-from fp4ward.facts import qwen3_5
+from fp4ward.facts import nemotron_h, qwen3_5
 from fp4ward.formats.formats import EXTRA_LEAVES, SCALE_LEAVES, Header, Stored, recognise
 from fp4ward.formats.scheme import Scheme, kv_notices, read_scheme, settle
 from tests.build import FIXTURES
@@ -20,8 +20,7 @@ LEAVES = {"weight", "weight_packed", *SCALE_LEAVES, *EXTRA_LEAVES}
 NVFP4, W4A16, FP8, NOTHING = ("nvfp4", "nvfp4"), ("nvfp4", "none"), ("fp8", "fp8"), ("none", "none")
 
 
-def nemotron(name: str) -> str:
-    return name.removeprefix("backbone.")
+nemotron = nemotron_h.canonical
 
 
 def read(folder: Path, prefix: str, canonical: Callable[[str], str]) -> Scheme:
