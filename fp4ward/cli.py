@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from fp4ward.llm import LLM
+    from fp4ward.parallel.placement import Layout
     from fp4ward.runtime.request import RequestOutput, SamplingParams
 
 log = logging.getLogger("fp4ward")
@@ -386,6 +387,7 @@ def _write(path: str, text: str) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from fp4ward import hardware, pieces, plan, plan_text
     from fp4ward.checkpoint.hub import resolve_model
+    from fp4ward.parallel.placement import Layout
 
     if args.json and args.why is not None:
         raise UserError("--why and --json were both given; --json holds every layer's reasons, give one")
@@ -393,17 +395,17 @@ def _plan(args: argparse.Namespace) -> int:
     settings = {name: value for name in flags.ENGINE if (value := getattr(args, name, None)) is not None}
     options = plan.Options(
         EngineConfig(model=args.model, **settings),
-        pieces.Layout(args.tp, args.ep, args.adp),
+        Layout(args.tp, args.ep, args.adp),
         tuple(args.replicate),
     )
     plan.parse_wishes(options.config.kernel)
     machine = hardware.detect() if args.gpu is None else hardware.parse(args.gpu)
-    if args.check_sharding and (args.tp == 1 or args.adp > 1):
-        raise UserError("--check-sharding is for ranks that share every request: give --tp 2 or more, and no --adp")
+    if args.check_sharding and args.tp == 1:
+        raise UserError("--check-sharding is for several ranks: give --tp 2 or more")
     folder = resolve_model(args.model, args.revision, weights=False)
     made = plan.make(pieces.read(folder, args.model), machine, options)
     if args.check_sharding:
-        _check_sharding(folder, args)
+        _check_sharding(folder, options.layout, args.replicate)
     if args.html is not None:
         Path(args.html).write_text(plan_text.html(made), encoding="utf-8")
     if args.json:
@@ -413,16 +415,16 @@ def _plan(args: argparse.Namespace) -> int:
     return _fail(f"error: {'; '.join(made.failures)}", 2) if made.failures else 0
 
 
-def _check_sharding(folder: Path, args: argparse.Namespace) -> None:
+def _check_sharding(folder: Path, layout: Layout, replicate: Sequence[str]) -> None:
     """Type the forward as the first, a middle and the last rank; UserError where it does not type."""
     from fp4ward import facts, models
     from fp4ward.checkpoint.index import open_documents
     from fp4ward.parallel.typed import check_sharding
 
-    config, ranks = open_documents(folder).config, args.tp
+    config, ranks = open_documents(folder).config, layout.tp
     known, forward = facts.load(config), models.load(facts.architecture(config))
     for rank in sorted({0, ranks // 2, ranks - 1}):
-        check_sharding(known, forward, config, ranks, rank, ep=args.ep, replicate=args.replicate)
+        check_sharding(known, forward, config, layout, rank, replicate=replicate)
     log.info("sharding types: the forward types on %d ranks, seen from the first, a middle and the last", ranks)
 
 

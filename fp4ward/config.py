@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fp4ward.errors import UserError
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 # Names of a KV cache's element type: ours, and vLLM's for the same thing.
 KV_DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16", "f16": "f16", "float16": "f16", "fp8": "fp8", "fp8_e4m3": "fp8",
@@ -37,7 +38,8 @@ class EngineConfig:
     tokens of prompt and answer together. max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of
     one step (a longer prompt is computed in chunks). block_size: tokens of one page of the KV cache.
     kv_cache_memory_bytes: size of the cache, None lets the engine choose. kernel: "op=name[,name]", the kernels that an
-    operation may use. seed: of requests that bring none.
+    operation may use. load_format: of LOAD_FORMATS; "dummy" reads no weights but draws them (checkpoint.dummy), by
+    headers or, without any, by JSON alone. seed: of requests that bring none, and of dummy weights.
     """
 
     model: str
@@ -51,6 +53,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     kernel: Sequence[str] = ()
+    load_format: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class EngineConfig:
         if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
             raise UserError(f"revision={self.revision!r}: a branch, tag or commit is expected")
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             raise UserError(f"device={self.device!r}: auto, cpu, cuda or cuda:N is expected")
@@ -86,7 +90,7 @@ def resolve(
     checkpoint_kv: str | None,
     max_position_embeddings: int,
 ) -> EngineConfig:
-    """A new config in which device, dtype, kv_cache_dtype and max_model_len are values.
+    """A new config in which device, dtype, kv_cache_dtype, max_model_len and load_format are values.
 
     cuda: whether a GPU can be used. checkpoint_dtype: config.json's dtype ("bfloat16"). checkpoint_kv: "fp8" when the
     checkpoint says that its KV cache is, else None. kv_cache_dtype becomes "bf16", "f16", "fp8", "f32" or "f64".
@@ -118,7 +122,8 @@ def resolve(
             f"max_model_len={length} is more than the model was made for (max_position_embeddings="
             f"{max_position_embeddings} in config.json)"
         )
-    return replace(cfg, device=device, dtype=dtype, kv_cache_dtype=kv, max_model_len=length)
+    form = "safetensors" if cfg.load_format == "auto" else cfg.load_format
+    return replace(cfg, device=device, dtype=dtype, kv_cache_dtype=kv, max_model_len=length, load_format=form)
 
 
 def parse_size(text: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from fp4ward import __version__
-from fp4ward.config import DTYPES, KV_DTYPES, EngineConfig, parse_size
+from fp4ward.config import DTYPES, KV_DTYPES, LOAD_FORMATS, EngineConfig, parse_size
 from fp4ward.errors import UserError
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     plan.add_argument("--html", metavar="FILE", help="also write it as a page to look at")
     plan.add_argument("--json", action="store_true", help="everything as JSON")
-    _engine_flags(plan, without=("--device",))
+    _engine_flags(plan, without=("--device", "--load-format"))
 
     lint = commands.add_parser(
         "lint",
@@ -184,6 +184,7 @@ def _engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()
     add("--max-num-batched-tokens", int, "N", "tokens a step; longer prompts go in chunks")
     add("--block-size", int, "N", "tokens of a page of the KV cache")
     add("--kv-cache-memory-bytes", _size, "SIZE", "such as 4GiB (what the sequences need)")
+    add("--load-format", str, "FORMAT", f"{', '.join(LOAD_FORMATS)}: random, config.json is enough")
     add("--revision", str, "NAME", "branch, tag or commit of a Hugging Face name")
     group.add_argument(
         "--kernel", action="append", metavar="OP=NAME[,NAME]", help="allow these kernels only; may be repeated"

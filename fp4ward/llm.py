@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fp4ward import facts, hardware, models, pieces
+from fp4ward.checkpoint import dummy
 from fp4ward.checkpoint.hub import resolve_model
 from fp4ward.checkpoint.load import load, progress_bar
 from fp4ward.config import EngineConfig
@@ -43,8 +44,9 @@ class LLM:
         for name in settings.keys() - known:
             raise UserError(f"LLM has no setting {name!r}; it has {', '.join(sorted(known))}")
         wanted = EngineConfig(model=str(model), **settings)
-        folder = resolve_model(wanted.model, wanted.revision)
-        subject = pieces.read(folder, wanted.model, weights=True)
+        drawn = wanted.load_format == "dummy"
+        folder = resolve_model(wanted.model, wanted.revision, weights=not drawn)
+        subject = pieces.read(folder, wanted.model, weights=not drawn, dummy=drawn)
         index, cfg = subject.index, subject.cfg
         assert index is not None
         forward = models.load(facts.architecture(index.config))
@@ -62,9 +64,12 @@ class LLM:
         if needs:
             self._need_template() if needs == "chat" else self._need_tokenizer()
         with contextlib.nullcontext() if show_progress is False else progress_bar() as progress:
-            loaded = load(
-                index, subject.slots, facts=subject.facts, assigned=subject.assigned, device=device, progress=progress
-            )
+            where: dict[str, Any] = {"device": device, "progress": progress}
+            if drawn:
+                kept = (subject.slots, subject.formats, subject.aliases)
+                loaded = dummy.load(*kept, neutral=subject.facts.neutral, seed=self.config.seed, **where)
+            else:
+                loaded = load(index, subject.slots, facts=subject.facts, assigned=subject.assigned, **where)
         self.plan = dataclasses.replace(self.plan, subject=dataclasses.replace(subject, index=None, assigned=None))
         if self.plan.unpacked:
             _unpack(loaded.tensors, subject.aliases)

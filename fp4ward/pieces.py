@@ -21,7 +21,7 @@ from fp4ward.facts import PagedKv, StateSpec
 from fp4ward.formats.formats import DENSE, F32, FP8_BLOCK_SCALED, FP8_CHANNEL, FP8_TENSOR, NVFP4, Format
 from fp4ward.formats.scheme import Notice, Scheme, kv_notices, read_scheme
 from fp4ward.kernels.specs import EXPERTS, LayerDesc
-from fp4ward.parallel.placement import Experts, Replicate, Shard, Slot, cut, ranges
+from fp4ward.parallel.placement import Experts, Layout, Replicate, Slot, cut, intervals
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -45,17 +45,17 @@ class Subject:
     assigned: Assignment | None = None
 
 
-def read(folder: Path, name: str = "", *, weights: bool = False) -> Subject:
+def read(folder: Path, name: str = "", *, weights: bool = False, dummy: bool = False) -> Subject:
     """From a checkpoint's headers, or from its JSON alone where there are no safetensors and no weights are needed.
-    UserError names the fault."""
+    dummy: weights will be drawn, which a notice says. UserError names the fault."""
     gc.disable()  # 370,000 headers that all stay alive: 14 s with the collector looking at them, 7 without
     try:
-        return _read(folder, name, weights or sees_tensors(folder))
+        return _read(folder, name, weights or sees_tensors(folder), dummy)
     finally:
         gc.enable()
 
 
-def _read(folder: Path, name: str, seen: bool) -> Subject:
+def _read(folder: Path, name: str, seen: bool, dummy: bool) -> Subject:
     index = open_index(folder) if seen else open_documents(folder)
     known = facts.load(index.config)
     cfg = known.parse(index.config)
@@ -73,6 +73,8 @@ def _read(folder: Path, name: str, seen: bool) -> Subject:
     if not facts.has_forward(index.config):
         text = "planned and linted only: the engine has no forward for this architecture yet"
         notices.append(Notice("no-forward", facts.model_class(index.config), text))
+    if dummy:
+        notices.append(Notice("dummy-weights", "all layers", "dummy weights: random numbers, so answers mean nothing"))
     found = (formats, aliases, scheme.kv_cache, seen, tuple(notices), index, assigned)
     return Subject(name or folder.name, known, cfg, slots, *found)
 
@@ -101,50 +103,15 @@ def _claimed(scheme: Scheme, slots: Sequence[Slot], dtype: str) -> dict[str, For
     return out
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Ranks. tp: of them in all. ep: groups that experts are dealt to, each cutting its own over tp/ep ranks. adp:
-    groups that attend to requests of their own; attention, shared expert and head are cut over the tp/adp of one."""
-
-    tp: int = 1
-    ep: int = 1
-    adp: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in (("tp", self.tp), ("ep", self.ep), ("adp", self.adp)):
-            if not 1 <= value <= 1024:
-                raise UserError(f"--{name} {value}: a number of ranks from 1 to 1024 is expected")
-            if self.tp % value:
-                raise UserError(f"--{name} {value} does not divide --tp {self.tp}, the number of ranks")
-
-    @property
-    def attention(self) -> int:
-        return self.tp // self.adp
-
-
 # ---- where each rank's piece lies ------------------------------------------------------------------------------------
 
 
 def local_shape(slot: Slot, format: Format | None, layout: Layout, rank: int, whole: bool) -> tuple[int, ...]:
     """Shape of `rank`'s piece of a slot. UserError where the cut is impossible or parts what shares a scale."""
-    shape, inner, rank_in, ranks = list(slot.shape), slot.placement, rank % layout.attention, layout.attention
-    try:
-        if isinstance(inner, Experts) and not whole:
-            per = layout.tp // layout.ep
-            start, stop = cut(shape[0], 1, rank // per, layout.ep)
-            shape[0] = stop - start
-            inner, rank_in, ranks = inner.inner, rank % per, per
-        if isinstance(inner, Shard) and not whole:
-            at = inner.dim + (slot.kind == "experts")
-            spans = ranges(inner, shape[at], rank_in, ranks)
-            unit = format.column_unit if format is not None and at == len(shape) - 1 else 1
-            for start, stop in spans:
-                if start % unit or (stop % unit and stop != shape[at]):
-                    raise UserError(f"columns {start}:{stop} cut through a block of {unit} that shares one scale")
-            shape[at] = sum(stop - start for start, stop in spans)
-    except UserError as e:
-        raise UserError(f"layer {slot.name} over {ranks} ranks: {e}; use another number of ranks") from None
-    return tuple(shape)
+    if whole:
+        return slot.shape
+    held = intervals(slot, layout, rank, 1 if format is None else format.column_unit)
+    return tuple(sum(stop - start for start, stop in spans) for spans in held)
 
 
 def _place(slot: Slot, layout: Layout, locals_: Sequence[tuple[int, ...]], whole: bool) -> str:

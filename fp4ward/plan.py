@@ -31,10 +31,10 @@ from fp4ward.kernels.specs import (
     unfit,
     unproven,
 )
-from fp4ward.pieces import NUMBER, Layout, Pieces, Subject, pieces
+from fp4ward.parallel.placement import ONE_RANK, Layout
+from fp4ward.pieces import NUMBER, Pieces, Subject, pieces
 
 Wishes = Mapping[str, tuple[str, ...]]  # op -> names of the kernels that it may use
-ONE_RANK = Layout()
 CONTEXT = 1024  # tokens before each sequence in the decode regimes
 
 
@@ -183,7 +183,9 @@ def choose(
         fit = [s for s in legal if s.tokens[0] <= (batch.least or batch.tokens) and batch.tokens <= s.tokens[1]]
         if not fit:
             spans = ", ".join(f"{s.name} {s.tokens[0]} to {s.tokens[1]}" for s in legal)
-            raise UserError(f"no kernel can run {head} with {batch.tokens} tokens: {spans}")
+            more = [s.name for s in every if s.name in works and s not in legal and s.tokens[1] >= batch.tokens]
+            advice = f"; add to --kernel one of {', '.join(more)}" if more else ""
+            raise UserError(f"no kernel can run {head} with {batch.tokens} tokens: {spans}{advice}")
         costs = sorted(((estimate(s, layer, hw, batch), s) for s in fit), key=lambda pair: pair[0].us)
         picks.append(Pick(costs[0][1], costs[0][0], tuple((s.name, cost.us) for cost, s in costs[1:])))
     why = "asked for by --kernel" if allowed else "the only one that fits" if len(legal) == 1 else "lowest estimate"

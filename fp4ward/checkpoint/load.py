@@ -26,7 +26,7 @@ from fp4ward.formats import fp8, nvfp4
 from fp4ward.formats.formats import FP8_BLOCK, NVFP4_GROUP, Component, Format, Stored
 from fp4ward.formats.scheme import Notice, Scheme
 from fp4ward.formats.weight import Weight, allocate
-from fp4ward.parallel.placement import Experts, Placement, Shard, Slot, ranges
+from fp4ward.parallel.placement import ONE_RANK, Layout, Slot, intervals
 
 BUFFER = 16 << 20  # bytes a read: reads of 16 MiB reach the speed of the page cache; larger ones only cost memory
 DTYPES = {
@@ -60,17 +60,17 @@ def load(
     assigned: Assignment | None = None,
     device: str | torch.device = "cpu",
     rank: int = 0,
-    ranks: int = 1,
+    layout: Layout = ONE_RANK,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Fill `slots` from the checkpoint, cut for `rank` of `ranks` on the tensor axis. assigned: where it is known.
+    """Fill `slots` from the checkpoint, cut for `rank` of a layout. assigned: where it is known.
 
     progress(done, total, name) counts bytes of the files that this rank needs. UserError, before any byte is read, for
     a tensor without a place or a place without a tensor, and while reading for values that cannot be right (a NaN
     scale, a global scale of 0) or a file that ends early.
     """
     assigned = assigned or assign(index, slots, facts=facts, scheme=scheme)
-    placed = [(slot, _local(slot, assigned, rank, ranks)) for slot in slots if slot.name not in assigned.aliases]
+    placed = [(slot, _local(slot, assigned, rank, layout)) for slot in slots if slot.name not in assigned.aliases]
     total = sum(_share(slot, cut, assigned) for slot, cut in placed)
     done = 0
     tensors: dict[str, Weight | Tensor] = {}
@@ -80,15 +80,10 @@ def load(
                 tensors[slot.name] = _load_plain(reader, assigned.plain[slot.name], cut.rows)
                 done += _share(slot, cut, assigned)
             else:
-                format, pieces = assigned.formats[slot.name], assigned.pieces[slot.name]
+                format, pieces = assigned.formats[slot.name], assigned.pieces[slot.name][slice(*cut.experts)]
                 lead = (len(pieces),) if slot.kind == "experts" else ()
-                try:
-                    weight = allocate(format, (*lead, _length(cut.rows), _length(cut.columns)), device)
-                except (RuntimeError, MemoryError) as fault:
-                    raise UserError(
-                        f"{device} has no room for layer {slot.name}: {done / 2**30:.1f} of {total / 2**30:.1f} GiB of "
-                        f"weights are loaded; free memory, or use a larger device"
-                    ) from fault
+                shape = (*lead, _length(cut.rows), _length(cut.columns))
+                weight = make_room(slot.name, format, shape, device, done, total)
                 share = _share(slot, cut, assigned) // len(pieces)
                 for e, piece in enumerate(pieces):
                     _load_piece(reader, piece, weight.expert(e) if lead else weight, cut, expert=bool(lead))
@@ -101,8 +96,21 @@ def load(
         kv = {layer: kv_scales(reader, scales) for layer, scales in assigned.kv.items()}
     for slot in slots:
         if slot.name in assigned.aliases:
-            tensors[slot.name] = _share_tied(tensors[assigned.aliases[slot.name]], slot, rank, ranks)
+            tensors[slot.name] = _share_tied(tensors[assigned.aliases[slot.name]], slot, rank, layout)
     return Loaded(tensors, kv, assigned.formats, assigned.notices, assigned.left_out)
+
+
+def make_room(
+    name: str, format: Format, shape: Sequence[int], device: str | torch.device, done: int, total: int
+) -> Weight:
+    """An unwritten weight of layer `name`; done, total: bytes of all weights. UserError where the device is full."""
+    try:
+        return allocate(format, shape, device)
+    except (RuntimeError, MemoryError) as fault:
+        raise UserError(
+            f"{device} has no room for layer {name}: {done / 2**30:.1f} of {total / 2**30:.1f} GiB of weights are "
+            f"loaded; free memory, or use a larger device"
+        ) from fault
 
 
 @contextlib.contextmanager
@@ -188,37 +196,19 @@ class Reader:
 
 @dataclass(frozen=True)
 class Cut:
-    """This rank's intervals of the rows (dimension 0 for a plain tensor) and columns of a logical weight."""
+    """This rank's intervals of the rows (dimension 0 for a plain tensor) and columns of a logical weight, or of each of
+    its experts."""
 
     rows: Ranges
     columns: Ranges
+    experts: tuple[int, int] = (0, 1)
 
 
-def _local(slot: Slot, assigned: Assignment, rank: int, ranks: int) -> Cut:
+def _local(slot: Slot, assigned: Assignment, rank: int, layout: Layout) -> Cut:
     if slot.kind == "tensor":
-        cut = _cut(slot, slot.placement, (slot.shape[0], 1), rank, ranks)
-    else:
-        inner = slot.placement.inner if isinstance(slot.placement, Experts) else slot.placement
-        cut = _cut(slot, inner, slot.shape[-2:], rank, ranks)
-        format = assigned.formats[slot.name]
-        unit = format.column_unit
-        for start, stop in cut.columns:
-            if start % unit or (stop % unit and stop != slot.shape[-1]):
-                raise UserError(
-                    f"layer {slot.name}: columns {start}:{stop} on rank {rank} of {ranks} cut through a block of "
-                    f"{unit} that shares one {format.name} scale; use another number of ranks"
-                )
-    return cut
-
-
-def _cut(slot: Slot, placement: Placement, shape: Sequence[int], rank: int, ranks: int) -> Cut:
-    whole = [[(0, shape[0])], [(0, shape[1])]]
-    if isinstance(placement, Shard):
-        try:
-            whole[placement.dim] = ranges(placement, shape[placement.dim], rank, ranks)
-        except UserError as e:
-            raise UserError(f"layer {slot.name}: {e}") from None
-    return Cut(*whole)
+        return Cut(intervals(slot, layout, rank)[0], [(0, 1)])
+    *experts, rows, columns = intervals(slot, layout, rank, assigned.formats[slot.name].column_unit)
+    return Cut(rows, columns, *(span for (span,) in experts))
 
 
 def _length(intervals: Ranges) -> int:
@@ -231,14 +221,13 @@ def _share(slot: Slot, cut: Cut, assigned: Assignment) -> int:
     stored = pieces[0].stored
     size = sum(c.header.nbytes for c in stored.components.values())
     rows = slot.shape[0] if slot.kind == "tensor" else math.prod(stored.shape[:-1])
-    return size * _length(cut.rows) // rows * len(pieces)
+    return size * _length(cut.rows) // rows * _length([cut.experts])
 
 
-def _share_tied(source: Weight | Tensor, slot: Slot, rank: int, ranks: int) -> Weight:
+def _share_tied(source: Weight | Tensor, slot: Slot, rank: int, layout: Layout) -> Weight:
     """An output head that is the embedding: the same memory, this rank's part of it."""
     assert isinstance(source, Weight) and source.shape == slot.shape, "the embedding is held whole by every rank"
-    cut = _cut(slot, slot.placement, slot.shape, rank, ranks)
-    (rows,), (columns,) = cut.rows, cut.columns
+    (rows,), (columns,) = intervals(slot, layout, rank)
     return source.rows(*rows).columns(*columns)
 
 

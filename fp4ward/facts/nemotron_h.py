@@ -236,6 +236,11 @@ def kv_scale_layer(module: str) -> int | None:
     return int(m[1]) if m else None
 
 
+def neutral(norm: str) -> float:
+    """The weight with which a norm changes no scale."""
+    return 1.0
+
+
 def draft_like(cfg: Config, layer: int) -> int | None:
     """Layer of the model whose tensors layer `mtp.layers.{layer}` has, None where there is none: attention, then
     experts, in turn."""

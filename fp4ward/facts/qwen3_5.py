@@ -270,6 +270,11 @@ def kv_scale_layer(module: str) -> int | None:
     return int(m[1]) if m else None
 
 
+def neutral(norm: str) -> float:
+    """The weight with which a norm changes no scale: they multiply by 1 + w, but those of linear attention by w."""
+    return float(".linear_attn." in norm)
+
+
 def draft_like(cfg: Config, layer: int) -> int | None:
     """Layer of the model whose tensors layer `mtp.layers.{layer}` has, None where there is none: one of attention."""
     return cfg.layer_types.index("full_attention") if "full_attention" in cfg.layer_types else None
@@ -289,7 +294,7 @@ def tiny(cfg: Config, ranks: int) -> Config:
         rotary_dim=4,
         linear_key_head_dim=4,
         linear_value_head_dim=4,
-        num_experts=4 if moe else 0,
+        num_experts=max(4, ranks) if moe else 0,
         num_experts_per_tok=2 if moe else 0,
         moe_intermediate_size=width if moe else 0,
         shared_expert_intermediate_size=width if moe else 0,

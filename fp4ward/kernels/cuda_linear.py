@@ -264,7 +264,9 @@ def wide(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str, 
         """Expected: bytes through L2 at 42 KB a us and SM, or products at 6.5 cycles of 1.75 GHz, and what is fixed."""
         wn, cluster = shape
         share = -(-steps // cluster)
-        sms = gpu.sms if cluster == 1 else gpu.sms // 16 * 16  # a cluster's lie in one of about eight groups
+        sms = (
+            gpu.sms if cluster == 1 else max(cluster, gpu.sms // 16 * 16)
+        )  # a cluster's lie in one of about eight groups
         waves = -(-(-(-tiles // (2 * wn)) * cluster) // sms)
         read = share * (2 * wn * RECORD[kind] + nt * 8 * 256) / 42e3
         return waves * (max(read, share * wn * nt * 26 / 1750) + 1) + (cluster > 1)

@@ -5,6 +5,8 @@ Shapes: T tokens, H hidden, E experts, I expert width, k experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,11 +15,47 @@ from fp4ward.formats.weight import Weight
 from fp4ward.kernels import linear
 
 
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    bias_E: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    normalize: bool = True,
+    factor: float = 1.0,
+    copies_EC: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Weights [T, k] and experts [T, k] of every token, the best first, equal ones by lower number.
+
+    Scores are a softmax over all experts or sigmoids, in f32 or wider. Choice: by logit; with a bias or groups by score
+    + bias, after all but the top_groups groups of neighbours with the largest sum of their two best choices are left
+    out (DeepSeek-V3, Nemotron-H). Weights are scores without the bias, divided by their sum if normalize, times factor.
+    copies_EC: where the copies of each expert are, -1 on other ranks: token t takes column t % C; see kernels' callers.
+    """
+    logits = logits_TE.to(linear.wide(logits_TE.dtype))
+    score = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    choice = logits if bias_E is None and groups == 1 else score if bias_E is None else score + bias_E
+    if groups > 1:
+        grouped = choice.unflatten(-1, (groups, -1))
+        best = grouped.topk(min(2, grouped.shape[-1]), -1)[0].sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True)[1][:, :top_groups]
+        out = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
+        choice = grouped.masked_fill(out[..., None], -torch.inf).flatten(-2)
+    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, :top_k]
+    weights = score.gather(-1, ids)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if copies_EC is not None:
+        token = torch.arange(len(ids), device=ids.device) % copies_EC.shape[1]
+        ids = copies_EC[ids, token[:, None]].long()
+    return weights * factor, ids
+
+
 def route_softmax(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts in f32, the top k, renormalised to sum 1 (Qwen3.5). -> weights [T, k], ids [T, k]."""
-    p = logits_TE.to(linear.wide(logits_TE.dtype)).softmax(-1)
-    weights, ids = p.topk(top_k, dim=-1)
-    return weights / weights.sum(-1, keepdim=True), ids
+    return route(logits_TE, top_k)
 
 
 def reference(x_TH: Tensor, gate: Weight, up: Weight, down: Weight, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
@@ -26,7 +64,22 @@ def reference(x_TH: Tensor, gate: Weight, up: Weight, down: Weight, weights_Tk: 
     gate and up are [E, I, H], down [E, H, I]. The sum runs in ascending expert id in f32, so a token's result does not
     depend on its neighbours. An id outside 0..E-1 (an expert of another rank, or none) contributes nothing.
     """
-    experts, k = gate.shape[0], ids_Tk.shape[1]
+
+    def inner(x: Tensor, e: int) -> Tensor:
+        return functional.silu(linear.reference(x, gate.expert(e))) * linear.reference(x, up.expert(e))
+
+    return _mixed(x_TH, inner, down, weights_Tk, ids_Tk)
+
+
+def relu2_reference(x_TH: Tensor, up: Weight, down: Weight, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
+    """The same with down_e(relu(up_e x)^2) (Nemotron-H)."""
+    return _mixed(x_TH, lambda x, e: linear.reference(x, up.expert(e)).relu().square(), down, weights_Tk, ids_Tk)
+
+
+def _mixed(
+    x_TH: Tensor, inner: Callable[[Tensor, int], Tensor], down: Weight, weights_Tk: Tensor, ids_Tk: Tensor
+) -> Tensor:
+    experts, k = down.shape[0], ids_Tk.shape[1]
     y = torch.zeros_like(x_TH, dtype=linear.wide(x_TH.dtype))
     ids = ids_Tk.flatten()
     ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
@@ -36,9 +89,7 @@ def reference(x_TH: Tensor, gate: Weight, up: Weight, down: Weight, weights_Tk: 
         if count:
             pair = order[start : start + count]
             token = pair // k
-            x = x_TH[token]
-            h = functional.silu(linear.reference(x, gate.expert(e))) * linear.reference(x, up.expert(e))
-            out = linear.reference(h, down.expert(e)).to(y.dtype)
+            out = linear.reference(inner(x_TH[token], e), down.expert(e)).to(y.dtype)
             y.index_add_(0, token, out * weights_Tk.flatten()[pair, None].to(y.dtype))
             start += count
     return y.to(x_TH.dtype)

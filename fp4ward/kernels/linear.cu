@@ -388,12 +388,14 @@ wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
     }
   };
 
+  constexpr int EARLY = RING > 2 ? 2 : 1;  // stages of weights before the wait; with all, the first would await the last
 #pragma unroll
-  for (int s = 0; s < RING - 1; s++)
+  for (int s = 0; s < EARLY; s++)
     if (s < stages) request_w(s);
   after_previous_kernel();
 #pragma unroll
   for (int s = 0; s < RING - 1; s++) {
+    if (s >= EARLY && s < stages) request_w(s);
     if (s < stages) request_x(s);
     commit();
   }

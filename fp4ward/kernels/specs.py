@@ -99,6 +99,7 @@ LAUNCH_US = {False: 4.5, True: 5.0}  # GPU (fitted to cuBLAS on an H200 below), 
 # Shares of the limits. torch_linear: cuBLAS bf16 on an H200, 2026-11-30: 6.06 us for 2048x2048, 13.7 us for 4096x4096
 # and 35.1 us for 16384x4096 at one token is all of 4.47 TB/s and 4.5 us; 678 of 800 TFLOP/s at 4,096 tokens.
 # triton: 50 % of cuBLAS at 1,024 tokens and more in a first try; its share of the bandwidth is assumed.
+# cuda: no measurement; predicted from instructions and bytes in flight. They have their own layout of the weight.
 # torch_w8a8, torch_w4a4: no measurement; torch quantizes the input in so many launches, and their shares are assumed.
 # references: no measurement; `extra` counts the f32 copies that decoding writes and reads again.
 SPECS: tuple[KernelSpec, ...] = (
@@ -110,6 +111,15 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec(
         "triton_w4a16_experts", "experts", ("nvfp4",), "triton_experts", TESTED, function="experts",
         min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42, launches=(4, 0),
+    ),
+    KernelSpec(
+        "cuda_w4a16_linear", "linear", ("nvfp4",), "cuda_linear", ON_CPU, function="linear", prepare="prepare",
+        min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.8, compute=0.25, launches=(0.6, 0),
+    ),
+    KernelSpec(
+        "cuda_w8a16_linear", "linear", ("fp8_tensor", "fp8_channel", "fp8_block"), "cuda_linear", ON_CPU,
+        function="linear", prepare="prepare", min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.8,
+        compute=0.25, launches=(0.6, 0),
     ),
     KernelSpec(
         "torch_w8a8_linear", "linear", ("fp8_tensor", "fp8_channel"), "scaled_mm", ON_CPU, function="fp8_linear",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fp4ward.kernels import attention
@@ -21,7 +22,7 @@ class PagedAttention:
     def __call__(self, q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, step: Step, cache: KvCache) -> Tensor:
         attention.store(cache.k, step.cache_at, k_TND, cache.k_scale)
         attention.store(cache.v, step.cache_at, v_TND, cache.v_scale)
-        out = q_TND.new_empty(q_TND.shape)
+        out = torch.zeros_like(q_TND)  # so is what no sequence has, padding
         dtype = wide(q_TND.dtype)
         for seq in step.sequences:
             at = seq.cache_rows

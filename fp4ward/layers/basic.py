@@ -30,6 +30,15 @@ class Embedding:
         return rows.dense(torch.float64 if self.dtype == torch.float64 else torch.float32).to(self.dtype)
 
 
+class Rows:
+    """Some rows of x [T, H], by number."""
+
+    types = OpTypes((R, R), R)
+
+    def __call__(self, x_TH: Tensor, at_L: Tensor) -> Tensor:
+        return x_TH[at_L]
+
+
 class RMSNorm:
     """x / rms(x) * w over the last dimension, whole on every rank."""
 

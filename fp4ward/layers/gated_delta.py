@@ -37,7 +37,7 @@ class GatedDelta:
         acc = wide(qkv_TC.dtype)
         beta = b_TN.to(acc).sigmoid()
         g = self.minus_a * functional.softplus(a_TN.to(acc) + self.dt_bias)
-        out = torch.empty(qkv_TC.shape[0], self.value_heads, self.dv, dtype=acc, device=qkv_TC.device)
+        out = torch.zeros(qkv_TC.shape[0], self.value_heads, self.dv, dtype=acc, device=qkv_TC.device)
         at, slot = step.single_at, step.single_slots
         if at.numel():
             u, state.conv[slot] = gated_delta.causal_conv_step(qkv_TC[at], self.conv, state.conv[slot])

@@ -26,7 +26,8 @@ class Step:
     """A flat batch of T tokens. cache_at [T]: where the cache keeps each of them. logits_at [L]: rows to score.
 
     single_at, single_slots: row and recurrent slot of every sequence that has one token in this step (decoding), made
-    once for all layers.
+    once for all layers. Groups of ranks with requests of their own take equally many tokens: rows of no sequence are
+    padding, and the cache keeps them where no sequence looks.
     """
 
     token_ids: Tensor

@@ -11,7 +11,8 @@ shared expert has a sigmoid gate of its own. Source: transformers' models.qwen3_
 
 Each weight's local shape decides the local number of heads: the same forward runs on one rank and on several. A block's
 `output` is its type on the ranks, which its weights' placement decides; `replicated` is all the communication there is:
-two all-reduces a layer, of partial sums.
+two all-reduces a layer, of partial sums. Where groups of ranks have tokens of their own, experts see those of all
+groups: `all_tokens` gathers them and `own_tokens` sums and scatters what the experts give.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from torch.nn import functional
 from fp4ward.facts.qwen3_5 import Config, weights
 from fp4ward.formats.weight import Weight
 from fp4ward.layers.attention import PagedAttention
-from fp4ward.layers.basic import Embedding, GatedHeadNorm, HeadNorm, MergeHeads, RMSNorm, Rope, SplitHeads
+from fp4ward.layers.basic import Embedding, GatedHeadNorm, HeadNorm, MergeHeads, RMSNorm, Rope, Rows, SplitHeads
 from fp4ward.layers.experts import RoutedExperts
 from fp4ward.layers.gated_delta import GatedDelta
 from fp4ward.layers.linear import Linear
 from fp4ward.layers.op import Op
 from fp4ward.layers.step import KvCache, RecurrentState, Step
-from fp4ward.parallel.collectives import Group, replicated
-from fp4ward.parallel.placement import R, Type
+from fp4ward.parallel.collectives import ALONE, Mesh, all_tokens, own_tokens, replicated
+from fp4ward.parallel.placement import Experts, R, Type
 
 
 class Parts:
@@ -137,27 +138,31 @@ class Mlp:
 
 class MoE:
     """Routed experts plus the shared expert under its own sigmoid gate. Both are partial sums: one all-reduce after. Of
-    two that differ, because one is whole on every rank, the partial one is summed before."""
+    two that differ, because one is whole on every rank, the partial one is summed before. Experts that are spread over
+    all ranks serve the tokens of all groups."""
 
-    def __init__(self, parts: Parts, prefix: str, group: Group) -> None:
+    def __init__(self, parts: Parts, prefix: str, mesh: Mesh) -> None:
         self.gate = parts.linear(f"{prefix}gate")
         self.shared_expert_gate = parts.linear(f"{prefix}shared_expert_gate")
         self.shared_expert = Mlp(parts, f"{prefix}shared_expert.")
         names = [f"{prefix}experts.{p}_proj" for p in ("gate", "up", "down")]
         gate, up, down = (parts.weight(name) for name in names)
         placements = tuple(parts.placement[name] for name in names)
-        self.experts = RoutedExperts(f"{prefix}experts", gate, up, down, placements, parts.cfg.num_experts_per_tok)
+        cfg, spread = parts.cfg, isinstance(placements[0], Experts)
+        first = mesh.layout.experts(cfg.num_experts, mesh.rank)[0] if spread else 0
+        self.experts = RoutedExperts(f"{prefix}experts", gate, up, down, placements, cfg.num_experts_per_tok, first)
         parts.ops[self.experts.name] = self.experts.op
-        self.group = group
+        self.tensor, self.groups = mesh.tensor, mesh.groups if spread else None
         self.kinds = self.experts.types.output, self.shared_expert.output
         self.output = self.kinds[0] if self.kinds[0] == self.kinds[1] else R
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        routed = self.experts(x_TH, self.gate(x_TH))
+        all_TH = all_tokens(x_TH, self.groups)
+        routed = own_tokens(self.experts(all_TH, self.gate(all_TH)), self.groups)
         shared = self.shared_expert_gate(x_TH).sigmoid() * self.shared_expert(x_TH)
         if self.kinds[0] != self.kinds[1]:
-            routed = replicated(routed, self.kinds[0], self.group)
-            shared = replicated(shared, self.kinds[1], self.group)
+            routed = replicated(routed, self.kinds[0], self.tensor)
+            shared = replicated(shared, self.kinds[1], self.tensor)
         return routed + shared
 
 
@@ -180,18 +185,18 @@ class Layer:
 
 
 class Model:
-    """forward(step, state) -> logits [L, V]. state: one KvCache or RecurrentState a layer."""
+    """forward(step, state) -> logits [L, V], of this group's step. state: one KvCache or RecurrentState a layer."""
 
-    def __init__(self, cfg: Config, tensors: Mapping[str, Weight | Tensor], dtype: torch.dtype, group: Group = None):
+    def __init__(self, cfg: Config, tensors: Mapping[str, Weight | Tensor], dtype: torch.dtype, mesh: Mesh = ALONE):
         parts = Parts(cfg, tensors, dtype)
         table = parts.weight("embed_tokens")
         self.cfg = cfg
         self.dtype = dtype
         self.device = table.device
-        self.group = group
+        self.mesh = mesh
         self.embed_tokens = Embedding(table, parts.placement["embed_tokens"], dtype)
         self.layers = [self._layer(parts, i, kind) for i, kind in enumerate(cfg.layer_types)]
-        self.norm = parts.norm("norm")
+        self.rows, self.norm = Rows(), parts.norm("norm")
         self.lm_head = parts.linear("lm_head")  # the embedding's memory where they are tied
         self.output = self.lm_head.types.output
         self.ops = parts.ops
@@ -203,13 +208,13 @@ class Model:
             mixer = GatedAttention(parts, f"{p}self_attn.", self.device)
         else:
             mixer = GatedDeltaNet(parts, f"{p}linear_attn.")
-        mlp: Block = MoE(parts, f"{p}mlp.", self.group) if parts.cfg.num_experts else Mlp(parts, f"{p}mlp.")
+        mlp: Block = MoE(parts, f"{p}mlp.", self.mesh) if parts.cfg.num_experts else Mlp(parts, f"{p}mlp.")
         return Layer(parts.norm(f"{p}input_layernorm"), mixer, parts.norm(f"{p}post_attention_layernorm"), mlp)
 
     def forward(self, step: Step, state: Sequence[KvCache | RecurrentState]) -> Tensor:
         x = self.embed_tokens(step.token_ids)
         for layer, own in zip(self.layers, state, strict=True):
-            x = x + replicated(layer.mixer(layer.norm(x), step, own), layer.mixer.output, self.group)
-            x = x + replicated(layer.mlp(layer.post_norm(x)), layer.mlp.output, self.group)
-        x = self.norm(x[step.logits_at])
-        return replicated(self.lm_head(x), self.output, self.group)
+            x = x + replicated(layer.mixer(layer.norm(x), step, own), layer.mixer.output, self.mesh.tensor)
+            x = x + replicated(layer.mlp(layer.post_norm(x)), layer.mlp.output, self.mesh.tensor)
+        x = self.norm(self.rows(x, step.logits_at))
+        return replicated(self.lm_head(x), self.output, self.mesh.tensor)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -29,9 +30,11 @@ from fp4ward.facts import PagedKv, StateSpec
 from fp4ward.formats.formats import F32
 from fp4ward.formats.weight import Weight
 from fp4ward.layers.step import KvCache, RecurrentState, SequenceStep, Step
-from fp4ward.parallel.placement import OpTypes, P, Placement, R, Replicate, Slot, Type
-from fp4ward.pieces import Layout, block_of, local_shape, whole_blocks
+from fp4ward.parallel.collectives import Mesh
+from fp4ward.parallel.placement import Layout, OpTypes, P, Placement, R, Replicate, S, Slot, Type
+from fp4ward.pieces import block_of, local_shape, whole_blocks
 
+OWN = S(0)  # tokens, on the axis of groups
 TOKENS, ROWS = 5, 16  # of the prompt, and of the cache
 
 
@@ -39,18 +42,17 @@ def check_sharding(
     facts: ModuleType,
     model: ModuleType,
     config: Mapping[str, Any],
-    ranks: int,
+    layout: Layout,
     rank: int,
     *,
-    ep: int = 1,
     replicate: Sequence[str] = (),
     place: Callable[[Slot], Placement] = lambda slot: slot.placement,
 ) -> None:
-    """Run the forward of `model` for the architecture of config.json `config`, cut for `rank` of `ranks`.
+    """Run the forward of `model` for the architecture of config.json `config`, cut for `rank` of `layout`.
 
-    facts, model: the architecture's modules. ep: groups that experts are dealt to. replicate: patterns of blocks that
-    every rank holds whole. place: the placement of a slot, where another one is to be tried. UserError when something
-    does not fit: the line of the model, both operands with their types and the layers that they came from.
+    facts, model: the architecture's modules. replicate: patterns of blocks that every rank holds whole. place: the
+    placement of a slot, where another one is to be tried. UserError when something does not fit: the line of the model,
+    both operands with their types and the layers that they came from.
     """
     try:
         import spmd_types
@@ -64,23 +66,25 @@ def check_sharding(
     spmd: Any = spmd_types
     if dist.is_initialized():
         raise UserError("checking the sharding needs a process that has joined no process group")
-    cfg, whole = _tiny(facts, facts.parse(config), ranks, replicate)
+    cfg, whole = _tiny(facts, facts.parse(config), layout.tp, replicate)
     slots = [
         dataclasses.replace(slot, placement=Replicate() if block_of(slot.name) in whole else place(slot))
         for slot in facts.weights(cfg)
     ]
-    layout = Layout(ranks, ep)
     origins = _Origins()
-    dist.init_process_group(backend="fake", rank=rank, world_size=ranks)
+    dist.init_process_group(backend="fake", rank=rank, world_size=layout.tp)
     try:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
-        typed = _Typed(spmd, mesh.get_group("tensor"), origins)
+        mesh = init_device_mesh("cpu", (layout.adp, layout.attention), mesh_dim_names=("groups", "tensor"))
+        typed = _Typed(spmd, mesh.get_group("tensor"), mesh.get_group("groups"), origins)
+        here = Mesh(layout, rank, typed.tensor, typed.groups)
         with mock.patch.object(model, "weights", lambda _: slots):
-            built = model.Model(cfg, _tensors(slots, rank, layout), torch.float32, group=typed.group)
+            built = model.Model(cfg, _tensors(slots, rank, layout), torch.float32, here)
         typed.wrap(built, model.__name__)
-        states = [facts.state_spec(cfg, r, ranks) for r in range(ranks)]  # heads must fit on every rank
-        full, mixers = facts.state_spec(cfg), {n for n in range(len(states[rank])) if _mixer_whole(n, whole)}
-        state = [_state(full[i] if i in mixers else spec) for i, spec in enumerate(states[rank])]
+        each = [facts.state_spec(cfg, r, layout.attention) for r in range(layout.attention)]  # heads must fit on all
+        state = [
+            _state(full if _mixer_whole(i, whole) else cut)
+            for i, (full, cut) in enumerate(zip(facts.state_spec(cfg), each[rank % layout.attention], strict=True))
+        ]
         step = _step()
         with spmd.set_current_mesh(mesh), spmd.checker.typecheck(local=False), typed.collectives(model), origins:
             for tensor in (step.token_ids, step.positions, step.cache_at, step.logits_at):
@@ -88,7 +92,7 @@ def check_sharding(
             logits = built.forward(step, state)
             spmd.assert_type(logits, typed.of(Type("R")))  # every rank samples the same token
     except Exception as e:
-        where = f"sharding over {ranks} ranks, seen from rank {rank}"
+        where = f"sharding over {layout.tp} ranks, seen from rank {rank}"
         raise UserError(f"{where}: {_line_of(model, e)}{origins.operands}{_short(e)}") from e
     finally:
         dist.destroy_process_group()
@@ -147,15 +151,27 @@ def _short(error: Exception) -> str:
 
 
 class _Typed:
-    """Turns our types into spmd_types', on one group."""
+    """Turns our types into spmd_types', on both axes."""
 
-    def __init__(self, spmd: Any, group: dist.ProcessGroup, origins: _Origins) -> None:
+    def __init__(self, spmd: Any, tensor: dist.ProcessGroup, groups: dist.ProcessGroup, origins: _Origins) -> None:
         self.spmd = spmd
-        self.group = group
+        self.tensor, self.groups = tensor, groups
         self.origins = origins
 
-    def of(self, t: Type) -> dict[Any, Any]:
-        return {self.group: self.spmd.S(t.dim) if t.kind == "S" else {"R": self.spmd.R, "P": self.spmd.P}[t.kind]}
+    def of(self, tensor: Type, groups: Type = OWN) -> dict[Any, Any]:
+        def one(t: Type) -> Any:
+            return self.spmd.S(t.dim) if t.kind == "S" else {"R": self.spmd.R, "P": self.spmd.P}[t.kind]
+
+        return {self.tensor: one(tensor), self.groups: one(groups)}
+
+    def _on_groups(self, op: OpTypes, args: Sequence[Tensor]) -> tuple[Type, Type]:
+        """What an op takes and gives over groups; if it says nothing, tokens as the arguments have them."""
+        several = self.groups.size() > 1  # an axis of one rank has no types
+        given = {self.spmd.get_axis_local_type(x, self.groups) for x in args if several}
+        return op.groups or ((R, R) if given == {self.spmd.R} else (OWN, OWN))
+
+    def _text(self, tensor: Type, groups: Type) -> str:
+        return str(tensor) if self.groups.size() == 1 else f"{tensor}, {groups} over groups"
 
     def wrap(self, part: Any, models: str) -> None:
         """Make every layer op below `part`, a block of the module `models`, a boundary with the types it states."""
@@ -170,7 +186,7 @@ class _Typed:
     def _boundary(self, op: Any, whole: bool) -> Any:
         types, name = op.types, getattr(op, "name", type(op).__name__)
         if whole and "types" not in vars(op):  # an op on heads, in a block that has all of them on every rank
-            types = OpTypes(tuple(R if t.kind == "S" else t for t in types.inputs), R)
+            types = OpTypes(tuple(R if t.kind == "S" else t for t in types.inputs), R, types.groups)
         count = len(types.inputs)
 
         def call(*args: Any) -> Tensor:
@@ -180,10 +196,12 @@ class _Typed:
                 return result
 
             body.__qualname__ = name
-            bounded = self.spmd.local_map(in_types=tuple(map(self.of, types.inputs)), out_types=self.of(types.output))
-            with self.origins.inside(name, args[:count], types.inputs):
+            before, after = self._on_groups(types, args[:count])
+            wanted = tuple(self.of(t, before) for t in types.inputs)
+            bounded = self.spmd.local_map(in_types=wanted, out_types=self.of(types.output, after))
+            with self.origins.inside(name, args[:count], [self._text(t, before) for t in types.inputs]):
                 out: Tensor = bounded(body)(*args[:count])
-            self.origins.name(out, f"{name}: {types.output}")
+            self.origins.name(out, f"{name}: {self._text(types.output, after)}")
             return out
 
         return call
@@ -193,14 +211,22 @@ class _Typed:
         """The model's communication, checked: a value must have the type that it is declared to have."""
         spmd = self.spmd
 
-        def replicated(x: Tensor, kind: Type, group: Any) -> Any:
+        def all_tokens(x: Tensor, groups: Any) -> Any:
+            return x if groups is None else spmd.all_gather(x, groups, src=spmd.S(0), dst=spmd.R)
+
+        def own_tokens(x: Tensor, groups: Any) -> Any:
+            return x if groups is None else spmd.reduce_scatter(x, groups, src=spmd.P, dst=spmd.S(0))
+
+        def replicated(x: Tensor, kind: Type, tensor: Any) -> Any:
             if kind == R:
                 spmd.assert_type(x, self.of(R))
                 return x
             collective, last = (spmd.all_reduce, spmd.P) if kind == P else (spmd.all_gather, spmd.S(x.dim() - 1))
-            return collective(x, group, src=last, dst=spmd.R)
+            return collective(x, tensor, src=last, dst=spmd.R)
 
-        with mock.patch.object(model, "replicated", replicated):
+        found = {"replicated": replicated, "all_tokens": all_tokens, "own_tokens": own_tokens}
+        # torch has new names for what spmd_types calls
+        with mock.patch.dict(vars(model), found), warnings.catch_warnings(action="ignore", category=FutureWarning):
             yield
 
 
@@ -218,7 +244,7 @@ class _Origins(TorchFunctionMode):
         return getattr(x, "_came_from", "an input")
 
     @contextmanager
-    def inside(self, name: str, args: Sequence[Any], wanted: Sequence[Type]) -> Iterator[None]:
+    def inside(self, name: str, args: Sequence[Any], wanted: Sequence[str]) -> Iterator[None]:
         try:
             yield
         except Exception:

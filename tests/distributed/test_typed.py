@@ -17,11 +17,10 @@ from fp4ward import cli
 from fp4ward.errors import UserError
 from fp4ward.facts import qwen3_5 as facts
 from fp4ward.models import qwen3_5 as model
-from fp4ward.parallel.placement import Experts, Placement, Replicate, Shard, Slot
+from fp4ward.parallel.placement import Experts, Layout, Placement, Replicate, Shard, Slot
 from fp4ward.parallel.typed import check_sharding
 
 pytest.importorskip("spmd_types")
-pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather_tensor:FutureWarning")
 
 
 def config(moe: bool, q: int, kv: int, keys: int, values: int) -> dict:
@@ -50,19 +49,20 @@ MOE, DENSE = MODELS["35B-A3B"], MODELS["dense 9B"]
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_types(name, ranks):  # B32
     for rank in {0, ranks // 2, ranks - 1}:
-        check_sharding(facts, model, MODELS[name], ranks, rank)
+        check_sharding(facts, model, MODELS[name], Layout(ranks), rank)
     assert not dist.is_initialized()
 
 
 def test_heads_that_do_not_fit_the_ranks_are_refused():  # B34
     with pytest.raises(UserError, match="24 query heads and 4 KV heads cannot be cut over 16 ranks"):
-        check_sharding(facts, model, config(False, 24, 4, 16, 48), 16, 1)
+        check_sharding(facts, model, config(False, 24, 4, 16, 48), Layout(16), 1)
 
 
 def test_a_replicated_shared_expert_beside_sharded_experts_is_caught_by_name():  # B31
-    """The founding fault: the model adds them as they are. Its first call of `replicated` is what keeps them apart."""
+    """The founding fault: the model adds them as they are. Its sum of the experts is what keeps them apart."""
     with pytest.raises(UserError) as e:
-        check_sharding(facts, mutant(0, "dropped"), MOE, 8, 3, replicate=["layers.*.mlp.shared_expert"])
+        fault = mutant(CALLS.index("replicated(routed, self.kinds[0], self.tensor)"), "dropped")
+        check_sharding(facts, fault, MOE, Layout(8), 3, replicate=["layers.*.mlp.shared_expert"])
     for says in ("8 ranks", "rank 3", "add of", "mlp.experts: P", "mlp.shared_expert.down_proj: R", "qwen3_5.py:"):
         assert says in str(e.value)
     assert not dist.is_initialized()
@@ -76,16 +76,33 @@ SUBSETS = [
 
 @pytest.mark.parametrize("replicate", SUBSETS, ids=" ".join)
 def test_any_subset_of_blocks_may_stay_whole(replicate):  # B30
-    for ranks, ep in ((4, 1), (4, 4)):
-        check_sharding(facts, model, MOE, ranks, 1, ep=ep, replicate=replicate)
+    for layout in (Layout(4), Layout(4, 4), Layout(4, 2, 2)):
+        check_sharding(facts, model, MOE, layout, 1, replicate=replicate)
     with pytest.raises(UserError, match="no such block"):
-        check_sharding(facts, model, MOE, 4, 1, replicate=["layers.9.*"])
+        check_sharding(facts, model, MOE, Layout(4), 1, replicate=["layers.9.*"])
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
-def test_experts_dealt_to_ranks_type(ranks, ep):  # B8, B32
-    for rank in range(ranks):
-        check_sharding(facts, model, MOE, ranks, rank, ep=ep)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2, 2), Layout(4, 2), Layout(4, 4), Layout(2, 1, 2), Layout(4, 2, 2), Layout(4, 4, 4), Layout(16, 8, 4)],
+    ids=lambda x: f"tp{x.tp}-ep{x.ep}-adp{x.adp}",
+)
+def test_experts_dealt_to_ranks_and_groups_with_own_requests_type(layout):  # B8, B32
+    for rank in {0, 1, layout.tp // 2, layout.tp - 1}:
+        check_sharding(facts, model, MOE, layout, rank)
+
+
+def test_a_dense_model_types_in_groups_with_own_requests():  # B32
+    for rank in (0, 7):
+        check_sharding(facts, model, DENSE, Layout(8, 1, 2), rank)
+
+
+def test_tokens_that_are_not_gathered_are_caught_by_name():
+    fault = mutant(CALLS.index("all_tokens(x_TH, self.groups)"), "dropped")
+    with pytest.raises(UserError) as e:
+        check_sharding(facts, fault, MOE, Layout(4, 2, 2), 3)
+    for says in ("4 ranks", "rank 3", "layers.0.mlp.experts takes", "S(0) over groups", "R over groups is wanted"):
+        assert says in str(e.value)
 
 
 def test_default_mode_of_spmd_types_would_miss_it():
@@ -117,11 +134,11 @@ def test_default_mode_of_spmd_types_would_miss_it():
 def test_plan_checks_it_on_request(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     command = ["plan", str(tmp_path), "--gpu", "H200", "--check-sharding"]
-    for more in ([], ["--ep", "2"], ["--replicate", "layers.*.self_attn", "--replicate", "layers.0.mlp.experts"]):
+    replicate = ["--replicate", "layers.*.self_attn", "--replicate", "layers.0.mlp.experts"]
+    for more in ([], ["--ep", "2"], ["--ep", "4", "--adp", "2"], replicate):
         assert cli.main([*command, "--tp", "4", *more]) == 0
-        assert "the forward types on 4 ranks" in capsys.readouterr().err
-    assert cli.main([*command, "--tp", "4", "--adp", "2"]) == 2
-    assert "no --adp" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "the forward types on 4 ranks" in told and "Warning" not in told
     assert cli.main(command) == 2
     assert "give --tp 2 or more" in capsys.readouterr().err
 
@@ -129,17 +146,22 @@ def test_plan_checks_it_on_request(tmp_path, capsys):
 # --- mutants ---
 
 
+def is_collective(node: ast.AST) -> bool:
+    names = {"replicated", "all_tokens", "own_tokens"}
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
 class Mutation(ast.NodeTransformer):
     """Drops or doubles the `at`-th collective of a module."""
 
-    def __init__(self, at: int, how: str) -> None:
-        self.at, self.how, self.seen = at, how, -1
+    def __init__(self, at: int = -1, how: str = "") -> None:
+        self.at, self.how, self.calls = at, how, []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id == "replicated":
-            self.seen += 1
-            if self.seen == self.at:
+        if is_collective(node):
+            self.calls.append(ast.unparse(node))
+            if len(self.calls) == self.at + 1:
                 if self.how == "dropped":
                     return node.args[0]
                 return ast.Call(node.func, [node, *node.args[1:]], node.keywords)
@@ -156,25 +178,32 @@ def mutant(at: int, how: str) -> types.ModuleType:
     return module
 
 
-COLLECTIVES = sum(
-    isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "replicated"
-    for n in ast.walk(ast.parse(Path(model.__file__).read_text()))
-)
+def calls() -> list[str]:
+    """The collectives of the model, as written."""
+    every = Mutation()
+    every.visit(ast.parse(Path(model.__file__).read_text()))
+    return every.calls
+
+
+CALLS = calls()
+# For those between experts and a shared expert of different kinds.
+ASKED = {"replicated(routed": ["layers.*.mlp.shared_expert"], "replicated(shared": ["layers.*.mlp.experts"]}
+GROUPED = Layout(4, 2, 2)
+LAYOUTS = [Layout(4), Layout(4, 2), GROUPED]
 
 
 def test_an_unchanged_copy_passes():
-    check_sharding(facts, mutant(-1, "dropped"), MOE, 4, 1)
+    check_sharding(facts, mutant(-1, "dropped"), MOE, Layout(4), 1)
 
 
 @pytest.mark.parametrize("how", ["dropped", "doubled"])
-@pytest.mark.parametrize("at", range(COLLECTIVES))
-def test_a_dropped_or_doubled_collective_is_caught(at, how):  # B33
-    # A dropped sum leaves P; a dropped gather leaves its shard where whole logits are promised. The first two are for
-    # experts beside a shared expert of another kind.
-    replicate = [["layers.*.mlp.shared_expert"], ["layers.*.mlp.experts"], []][min(at, 2)]
-    check_sharding(facts, model, MOE, 4, 1, replicate=replicate)
-    with pytest.raises(UserError):
-        check_sharding(facts, mutant(at, how), MOE, 4, 1, replicate=replicate)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_dropped_or_doubled_collective_is_caught(call, how):  # B33
+    # A dropped sum leaves P; a dropped gather leaves its shard where whole logits are promised.
+    replicate = ASKED.get(call.partition(",")[0], [])
+    for layout in [GROUPED] if "_tokens" in call else LAYOUTS:
+        with pytest.raises(UserError):
+            check_sharding(facts, mutant(CALLS.index(call), how), MOE, layout, 1, replicate=replicate)
 
 
 def others(placement: Placement, slot: Slot) -> list[Placement]:
@@ -190,26 +219,28 @@ def others(placement: Placement, slot: Slot) -> list[Placement]:
     return [c for c in cuts if kind(c) != kind(placement)]
 
 
-def mutants() -> list[tuple[dict, str, Placement]]:
+def mutants(config_: dict) -> list[tuple[str, Placement]]:
     found = []
-    for config_ in (MOE, DENSE):
-        for slot in facts.weights(facts.tiny(facts.parse(config_), 4)):
-            if config_ is MOE or ".mlp." in slot.name:
-                # A block of its own, the head, may be whole: that is another layout, not a fault.
-                legal = [Replicate()] if slot.name == "lm_head" else []
-                found += [(config_, slot.name, p) for p in others(slot.placement, slot) if p not in legal]
+    for slot in facts.weights(facts.tiny(facts.parse(config_), 4)):
+        if config_ is MOE or ".mlp." in slot.name:
+            # A block of its own, the head, may be whole: that is another layout, not a fault.
+            legal = [Replicate()] if slot.name == "lm_head" else []
+            found += [(slot.name, p) for p in others(slot.placement, slot) if p not in legal]
     return found
 
 
-def test_every_placement_changed_to_another_kind_is_caught():  # B33
+@pytest.mark.parametrize(
+    ("config_", "layout"), [(DENSE, Layout(4)), *((MOE, x) for x in LAYOUTS)], ids=["dense", "tp", "ep", "adp"]
+)
+def test_every_placement_changed_to_another_kind_is_caught(config_, layout):  # B33
     missed = []
-    for config_, name, placement in mutants():
+    for name, placement in mutants(config_):
 
         def place(slot: Slot, name: str = name, placement: Placement = placement) -> Placement:
             return placement if slot.name == name else slot.placement
 
         try:
-            check_sharding(facts, model, config_, 4, 1, place=place)
+            check_sharding(facts, model, config_, layout, 1, place=place)
             missed.append(f"{name} -> {placement}")
         except UserError:
             pass

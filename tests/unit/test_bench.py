@@ -1,4 +1,5 @@
-"""bench/kernel.py without a GPU: what it refuses, and the whole run on a CPU with clocks and graphs stood in for."""
+"""Benchmarks without a GPU. bench/kernel.py: what it refuses, and the whole run on a CPU with clocks and graphs stood
+in for; bench/estimates.py and step.py as they run on a CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from bench import common, kernel, verdict
+from bench import common, estimates, fit, kernel, step, trace, verdict
+from fp4ward import hardware
 from fp4ward.errors import UserError
+from fp4ward.formats.formats import NVFP4
 from fp4ward.formats.weight import Weight
 from fp4ward.kernels import linear
+from fp4ward.kernels.specs import SPECS, LayerDesc
 from tests import cases
 
 PEERS = json.loads(kernel.STORED.read_text())
@@ -278,3 +282,142 @@ def test_tables_hold_every_shape_kernel_and_target() -> None:
     text = console.export_text()
     assert "2.0 2.00 2.00" in text and "8x16" in text and "2.0 2.00 0.50" in text  # us, of floor, of the best other
     assert "cublas" in text and "better peer" in text
+
+
+# --- estimates --------------------------------------------------------------------------------------------------------
+
+ROWS = {spec.name: spec for spec in SPECS}
+H200 = hardware.parse("H200")
+
+
+def points(spec_name: str, truth: Any, tokens: Sequence[int], sizes: Sequence[tuple[int, int]]) -> list[fit.Point]:
+    """What a kernel with the numbers of `truth` would be measured to take."""
+    found = []
+    for n, k in sizes:
+        layer = LayerDesc(f"{n}x{k}", "linear", "", (NVFP4,), (n, k), ((n, k),))
+        for m in tokens:
+            point = fit.Point(layer, m, False, 1.0)
+            found.append(replace(point, us=point.estimate(truth, H200)))
+    return found
+
+
+SIZES = [(2048, 2048), (8192, 2048), (16384, 4096), (248320, 2048)]
+
+
+def test_a_fit_finds_the_numbers_behind_measurements() -> None:
+    spec = ROWS["triton_w4a16_linear"]
+    truth = replace(spec, memory=0.8, compute=0.3, launches=(0.5, 0))
+    got = fit.fit(spec, H200, points(spec.name, truth, (1, 16, 256, 4096), SIZES))
+    assert (got.memory, got.compute, got.launches[0]) == pytest.approx((0.8, 0.3, 0.5), rel=1e-3)
+
+
+def test_a_fit_keeps_what_is_not_shown_and_no_share_is_above_the_limit() -> None:
+    spec = ROWS["triton_w4a16_linear"]
+    truth = replace(spec, memory=0.7, launches=(0.2, 0))
+    got = fit.fit(spec, H200, points(spec.name, truth, (1,), SIZES))
+    assert got.memory == pytest.approx(0.7, rel=1e-3) and got.compute == spec.compute, "no point is bound by products"
+    fast = points(spec.name, replace(spec, memory=4.0, compute=3.0), (1, 4096), SIZES)
+    got = fit.fit(spec, H200, fast)
+    assert got.memory <= 1 and got.compute <= 1 and min(got.launches) >= 0
+
+
+def test_every_third_shape_is_held_out_whatever_runs() -> None:
+    for name, count in (("torch_linear", 24), ("triton_w4a16_linear", 24), ("triton_w4a16_experts", 6)):
+        found = list(fit.layers(ROWS[name], H200))
+        assert len(found) == count and [held for _, held in found] == [i % 3 == 2 for i in range(count)]
+    assert all(layer.formats[0].name == "bf16" for layer, _ in fit.layers(ROWS["torch_linear"], H200))
+    asked = [layer.formats[0] for layer, _ in fit.layers(ROWS["torch_w8a8_linear"], H200)]
+    assert {(f.name, f.activation) for f in asked} == {("fp8_tensor", "fp8")}
+    small = [layer.path for layer, _ in fit.layers(ROWS["reference_experts"], hardware.cpu())]
+    assert small == ["256x8x256x2048", "256x8x64x2048"], "one to fit, one held out"
+    assert not list(fit.layers(ROWS["torch_w4a4_linear"], H200)), "needs another GPU"
+
+
+def test_estimates_are_held_against_measurements(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "detect", hardware.cpu)
+    monkeypatch.setattr(common, "DEVICE", "cpu")
+    monkeypatch.setattr(fit, "DENSE", [cases.Dense(16 * i, 64, "") for i in (1, 2, 3, 4)])
+    monkeypatch.setattr(fit, "MOE", [cases.Moe(4, 2, 16 * i, 32, "") for i in (1, 2, 3)])
+    out = tmp_path / "out.jsonl"
+    asked = ["--tokens", "5", "1", "--out", str(out), "--commit", "abc"]
+    assert estimates.main(asked) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {r["row"] for r in rows} == {"torch_linear", "reference_linear", "reference_experts"}
+    assert {r["shape"] for r in rows if r["held_out"]} == {"48x64", "4x2x48x32"} and len(rows) == 2 * (4 + 4 + 3)
+    assert all(min(r["us"], r["estimate_us"], r["fitted_us"]) > 0 for r in rows)
+    shown = capsys.readouterr().out
+    assert "held out: within 30%: " in shown and " of 2 fitted" in shown and "reference_experts: memory=" in shown
+    monkeypatch.setattr(linear, "reference", lambda x, w: x @ w.dense(x.dtype).T * (1 if x.dtype is F64 else 2))
+    assert estimates.main([*asked, "--rows", "reference_linear"]) == 1
+    assert "reference_linear is wrong at 16x64, 1 tokens: error 1.0e+00" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        estimates.main(["--rows", "nothing"])
+
+
+F64 = torch.float64
+
+
+# --- a step of a whole model ------------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_model_are_timed_and_profiled_without_its_weights(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint("q35moe-w4a16-modelopt") / "config.json").read_bytes())
+    out = tmp_path / "out.jsonl"
+    asked = [str(tmp_path), "--load-format", "dummy", "--device", "cpu", "--context", "8", "--batch", "1,3"]
+    assert step.main([*asked, "--steps", "2", "--profile", "--commit", "abc", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    times = [r for r in rows if "step_ms" in r]
+    assert [(r["batch"], r["commit"], r["load_format"]) for r in times] == [(1, "abc", "dummy"), (3, "abc", "dummy")]
+    for r in times:
+        assert r["tokens_per_s"] == pytest.approx(r["batch"] / r["step_ms"] * 1e3)
+        assert 0 < r["floor_ms"] < r["expected_ms"] and 0 < r["of_floor"] < 1 and 0 < r["prefill_of_floor"] < 1
+    blocks = {r["name"]: r for r in rows if r.get("profile") == "block" and r["batch"] == 3}
+    assert {"GatedDeltaNet", "GatedAttention", "MoE", "MoE.experts", "MoE.gate", "lm_head", "embed_tokens"} <= set(
+        blocks
+    )
+    assert sum(r["share"] for r in blocks.values()) == pytest.approx(1)
+    assert any(r["name"] == "aten::mm" for r in rows if r.get("profile") == "kernel")
+    assert "a decode step of 3: " in capsys.readouterr().out
+
+
+def test_a_kernel_belongs_to_the_block_that_launched_it() -> None:
+    def event(cat: str, name: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name"},
+        event("user_annotation", "block rest", 0, 100),
+        *(event("user_annotation", "block MoE", at, 20) for at in (10, 40)),
+        event("user_annotation", "block MoE.experts", 15, 5),
+        event("user_annotation", "another's", 16, 1),
+        event("gpu_user_annotation", "block MoE", 200, 90),
+        event("cuda_runtime", "cudaLaunchKernel", 12, 1, 1),
+        event("cuda_driver", "cuLaunchKernelEx", 17, 1, 2),
+        event("cuda_runtime", "cudaMemcpyAsync", 50, 1, 3),
+        event("cuda_runtime", "cudaLaunchKernel", 80, 1, 4),
+        event("cpu_op", "aten::mm", 11, 5),
+        event("kernel", "gemm", 200, 7, 1),
+        event("kernel", "experts", 210, 30, 2),
+        event("gpu_memcpy", "Memcpy DtoD", 241, 1, 3),
+        event("kernel", "sample", 260, 2, 4),
+    ]
+    found = [(s.name, s.block, s.us, s.calls) for s in trace.slices(events)]
+    assert found == [
+        ("gemm", "MoE", 7, 2), ("experts", "MoE.experts", 30, 1), ("Memcpy DtoD", "MoE", 1, 2),
+        ("sample", "rest", 2, 1),
+    ]  # fmt: skip
+    lines = trace.show(trace.slices(events), 1, 0.08)
+    assert {(r["name"], r["launches"], r.get("launches_a_call")) for r in lines} >= {("MoE", 2, 1), ("gemm", 1, None)}
+    assert lines[0]["name"] == "MoE.experts" and lines[0]["share"] == 0.75 and lines[0]["idle"] == pytest.approx(0.5)
+
+
+def test_without_a_gpu_an_operation_counts_without_those_it_calls() -> None:
+    ops = [("linear", 0, 10), ("t", 1, 2), ("mm", 4, 5), ("resolve", 5, 1), ("add", 12, 3)]
+    events = [{"ph": "X", "cat": "cpu_op", "name": n, "ts": ts, "dur": dur} for n, ts, dur in ops]
+    assert [(s.name, s.us) for s in trace.slices(events)] == [
+        ("linear", 3), ("t", 2), ("mm", 4), ("resolve", 1), ("add", 3),
+    ]  # fmt: skip

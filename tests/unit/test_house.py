@@ -47,7 +47,7 @@ RULES = {
         ("facts", "kernels.specs", "checkpoint.assign", "checkpoint.index", "formats.formats", "formats.scheme")
         + ("parallel.placement",)
     ),
-    "plan": Rule(("config", "memory", "pieces", "hardware", "kernels.specs", "formats.scheme")),
+    "plan": Rule(("config", "memory", "pieces", "hardware", "kernels.specs", "formats.scheme", "parallel.placement")),
     "plan_text": Rule(("plan", "pieces", "hardware")),
     "llm": Rule(
         ("config", "checkpoint", "facts", "formats", "hardware", "models", "pieces", "plan", "runtime")
@@ -60,9 +60,7 @@ RULES = {
     "formats.scheme": Rule(("formats.formats",)),
     "parallel": Rule(("parallel",), ("torch",)),
     "parallel.placement": Rule(),
-    "parallel.typed": Rule(
-        ("facts", "formats", "layers.step", "parallel.placement", "pieces"), ("torch", "spmd_types")
-    ),
+    "parallel.typed": Rule(("facts", "formats", "layers.step", "parallel", "pieces"), ("torch", "spmd_types")),
     "checkpoint": Rule(("checkpoint", "formats", "parallel"), ("torch", "huggingface_hub", "rich")),
     "checkpoint.index": Rule(("formats.formats", "formats.scheme")),
     "checkpoint.assign": Rule(("checkpoint.index", "formats.formats", "formats.scheme", "parallel.placement")),
@@ -232,7 +230,7 @@ def test_nothing_from_a_checkpoint_is_run() -> None:
 
 # --- size -------------------------------------------------------------------------------------------------------------
 
-PACKAGE_LINES = 10_600  # of the engine; evals/ is a tool that uses it. Raised only with a reason in docs/LOG.md
+PACKAGE_LINES = 11_800  # of the engine; evals/ is a tool that uses it. Raised only with a reason in docs/LOG.md
 FILE_LINES = 500
 LONG_FILES = {"cli.py": "one short function a command, and nothing else may read the command line"}  # path -> reason
 

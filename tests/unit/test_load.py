@@ -21,7 +21,7 @@ from fp4ward.errors import UserError
 from fp4ward.facts import qwen3_5
 from fp4ward.formats import fp8, nvfp4
 from fp4ward.formats.weight import Weight
-from fp4ward.parallel.placement import Experts, Replicate, Shard, Slot, ranges
+from fp4ward.parallel.placement import Experts, Layout, Replicate, Shard, Slot, ranges
 from tests.build import FIXTURES, Checkpoint, Raw
 
 Q35 = sorted(p.name for p in FIXTURES.glob("q35*"))
@@ -192,7 +192,7 @@ def test_stacked_quantized_experts_are_the_same_model(tmp_path: Path, suffix: st
     stacked = load_folder(c.save(tmp_path / "stacked"))
     same(apart, stacked)
     for rank in range(2):
-        one, two = (load_folder(tmp_path / f, rank=rank, ranks=2) for f in ("apart", "stacked"))
+        one, two = (load_folder(tmp_path / f, rank=rank, layout=Layout(2)) for f in ("apart", "stacked"))
         same(one, two)
 
 
@@ -312,7 +312,7 @@ def test_a_tied_head_shares_the_embedding(tmp_path: Path) -> None:  # B28
     head, embedding = weight(loaded, "lm_head"), weight(loaded, "embed_tokens")
     assert head.parts["data"].data_ptr() == embedding.parts["data"].data_ptr() and head.shape == embedding.shape
     assert loaded.formats["lm_head"] == loaded.formats["embed_tokens"]
-    parts = [weight(load_folder(folder, rank=r, ranks=2), "lm_head").parts["data"] for r in range(2)]
+    parts = [weight(load_folder(folder, rank=r, layout=Layout(2)), "lm_head").parts["data"] for r in range(2)]
     assert torch.equal(torch.cat(parts), embedding.parts["data"])
 
 
@@ -471,7 +471,7 @@ def test_a_block_scale_that_cannot_be(
     def change(c: Checkpoint) -> None:
         c.tensors[name] = c.tensors[name].put(at, byte)
 
-    text = fault(change, tmp_path, rank=rank, ranks=2)
+    text = fault(change, tmp_path, rank=rank, layout=Layout(2))
     assert name in text and where in text
 
 
@@ -494,7 +494,7 @@ def test_an_expert_that_was_never_used(tmp_path: Path, fixture: str, value: floa
     c.tensors[f"{p}.{leaf}"] = Raw.f32([value], c.tensors[f"{p}.{leaf}"].shape)
     folder = c.save(tmp_path)
     for rank in range(2):
-        w = weight(load_folder(folder, rank=rank, ranks=2), "layers.0.mlp.experts.down_proj")
+        w = weight(load_folder(folder, rank=rank, layout=Layout(2)), "layers.0.mlp.experts.down_proj")
         assert bool((w.expert(2).dense() == 0).all()) and bool((w.expert(1).dense() != 0).any())
 
 
@@ -512,7 +512,7 @@ def test_fp8_values_that_cannot_be(tmp_path: Path) -> None:
     def nan(c: Checkpoint) -> None:
         c.tensors[f"{name}.weight"] = c.tensors[f"{name}.weight"].put(127 * 128 + 2, 0xFF)
 
-    text = fault(nan, tmp_path, MIXED, rank=1, ranks=2)
+    text = fault(nan, tmp_path, MIXED, rank=1, layout=Layout(2))
     assert f"{name}.weight" in text and "[127, 2]" in text  # the file's index, though this rank has 64 rows
     for value in (-1.0, math.nan, math.inf, 0.0):
         assert f"{name}.weight_scale" in fault(give(f"{name}.weight_scale", Raw.f32(value)), tmp_path, MIXED)
@@ -542,7 +542,7 @@ def test_ranks_hold_the_parts_of_the_whole(fixture: str, ranks: int) -> None:  #
     if ranks > 2:  # more ranks than key heads: the facts forbid it, so cut in units that allow it
         slots = [loosen(s) for s in slots]
     whole = load(index, slots, facts=qwen3_5)
-    shares = [load(index, slots, facts=qwen3_5, rank=r, ranks=ranks) for r in range(ranks)]
+    shares = [load(index, slots, facts=qwen3_5, rank=r, layout=Layout(ranks)) for r in range(ranks)]
     for slot in slots:
         full = dense(whole.tensors[slot.name])
         back = torch.full_like(full, math.nan)
@@ -588,7 +588,7 @@ def test_uneven_shares_are_exact(tmp_path: Path, n: int, k: int, dim: int, unit:
     folder = Checkpoint({"config.json": {}}, stub_nvfp4(n, k)).save(tmp_path)
     slot = Slot("x", "linear", (n, k), Shard(dim, unit))
     whole = weight(load_stub(folder, [slot]), "x").dense()
-    parts = [weight(load_stub(folder, [slot], rank=r, ranks=ranks), "x").dense() for r in range(ranks)]
+    parts = [weight(load_stub(folder, [slot], rank=r, layout=Layout(ranks)), "x").dense() for r in range(ranks)]
     assert torch.equal(torch.cat(parts, dim), whole)
     assert len({p.shape for p in parts}) <= 2
 
@@ -607,7 +607,7 @@ def test_fp8_scales_of_every_kind_are_cut(tmp_path: Path, scaling: str, dim: int
     slot = Slot("x", "linear", (300, 400), Shard(dim, 128 if dim and "block" in scaling else 50))
     whole = weight(load_stub(folder, [slot]), "x")
     assert torch.equal(whole.dense(), fp8.decode(data, scale))
-    parts = [weight(load_stub(folder, [slot], rank=r, ranks=3), "x") for r in range(3)]
+    parts = [weight(load_stub(folder, [slot], rank=r, layout=Layout(3)), "x") for r in range(3)]
     assert torch.equal(torch.cat([p.dense() for p in parts], dim), whole.dense())
 
 
@@ -628,16 +628,16 @@ def test_stacked_fp8_experts(tmp_path: Path, scaling: str) -> None:  # F14
     loaded = load_stub(folder, slots)
     assert torch.equal(weight(loaded, "e.gate").dense(), full[:, :72])
     assert torch.equal(weight(loaded, "e.up").dense(), full[:, 72:])
-    shares = [weight(load_stub(folder, slots, rank=r, ranks=2), "e.up").dense() for r in range(2)]
+    shares = [weight(load_stub(folder, slots, rank=r, layout=Layout(2)), "e.up").dense() for r in range(2)]
     assert torch.equal(torch.cat(shares, 1), full[:, 72:])
 
 
 def test_cuts_that_cannot_be_name_the_layer(tmp_path: Path) -> None:  # B34
     folder = Checkpoint({"config.json": {}}, stub_nvfp4(32, 48)).save(tmp_path)
     with pytest.raises(UserError, match=r"layer x: columns 0:24 on rank 0 of 2 cut through a block of 16"):
-        load_stub(folder, [Slot("x", "linear", (32, 48), Shard(1, 8))], ranks=2)
+        load_stub(folder, [Slot("x", "linear", (32, 48), Shard(1, 8))], layout=Layout(2))
     with pytest.raises(UserError, match=r"layer x: 48 in units of 16 cannot be shared by 4 ranks"):
-        load_stub(folder, [Slot("x", "linear", (32, 48), Shard(1, 16))], ranks=4)
+        load_stub(folder, [Slot("x", "linear", (32, 48), Shard(1, 16))], layout=Layout(4))
 
 
 def test_rows_larger_than_the_buffer_and_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -653,8 +653,8 @@ def test_rows_larger_than_the_buffer_and_many_chunks(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("fixture", Q35)
 def test_a_gpu_gets_the_same_bytes(fixture: str) -> None:
     for rank in range(2):
-        here = load_folder(FIXTURES / fixture, rank=rank, ranks=2)
-        there = load_folder(FIXTURES / fixture, rank=rank, ranks=2, device="cuda")
+        here = load_folder(FIXTURES / fixture, rank=rank, layout=Layout(2))
+        there = load_folder(FIXTURES / fixture, rank=rank, layout=Layout(2), device="cuda")
         assert all(t.device.type == "cuda" for t in there.tensors.values())
         there.tensors = {name: t.to("cpu") for name, t in there.tensors.items()}
         same(here, there)
@@ -666,7 +666,7 @@ def test_a_gpu_gets_the_same_bytes(fixture: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_progress_counts_the_bytes_of_this_rank(ranks: int) -> None:
     seen: list[tuple[int, int, str]] = []
-    load_folder(FIXTURES / MIXED, ranks=ranks, progress=lambda *call: seen.append(call))
+    load_folder(FIXTURES / MIXED, layout=Layout(ranks), progress=lambda *call: seen.append(call))
     assert [d for d, _, _ in seen] == sorted(d for d, _, _ in seen)
     assert len({t for _, t, _ in seen}) == 1 and seen[-1][0] == seen[-1][1]
     index = open_index(FIXTURES / MIXED)

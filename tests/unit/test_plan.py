@@ -251,6 +251,20 @@ def test_a_kernel_that_has_not_run_on_a_gpu_waits_to_be_asked_for(subject: Calla
     assert {pick.kernel.name for pick in asked.choice.picks} == {"torch_w8a8_linear"}
 
 
+def test_kernels_for_few_tokens_share_a_layer_with_one_for_many(subject: Callable[[str], Subject]) -> None:
+    wish = ("linear=cuda_w4a16_linear,cuda_w8a16_linear,triton_w4a16_linear,reference_linear,torch_linear",)
+    made = make(subject("q35moe-vl-mixed-w4a16-fp8-modelopt"), "H200", kernel=wish)
+    for stored, few, many in (
+        ("nvfp4", "cuda_w4a16_linear", "triton_w4a16_linear"),
+        ("fp8", "cuda_w8a16_linear", "reference_linear"),
+    ):
+        (first, *_) = [p for p in made.layers if p.layer.op == "linear" and p.layer.stored.startswith(stored)]
+        names = [pick.kernel.name for pick in first.choice.picks]
+        assert (names[0], names[-1]) == (few, many), first.layer.path
+    with pytest.raises(UserError, match="1 to 64; add to --kernel one of triton_w4a16_linear, reference_linear"):
+        make(subject("q35moe-w4a16-modelopt"), "H200", kernel=("linear=cuda_w4a16_linear",))
+
+
 @pytest.mark.parametrize("gpu", ["B200", "B300"])
 def test_w4a4_on_fp4_cores_says_which_kernel_runs_it(subject: Callable[[str], Subject], gpu: str) -> None:
     made = make(subject("q35moe-nvfp4-w4a4-modelopt"), gpu)  # B2
@@ -584,7 +598,8 @@ def test_a_forced_kernel_that_cannot_run_raises(s: Subject, hw: hardware.Hardwar
     options = plan.Options(dataclasses.replace(ENGINE, kernel=(f"{spec.op}={spec.name}",)))
     layers = [x for x in pieces.pieces(s, Layout()).layers if x.op == spec.op]
     concerned = [x for x in layers if all(f.name in spec.formats for f in x.formats)]
-    if concerned and all(unfit(spec, x, hw, "bfloat16") is None for x in concerned):
+    any_tokens = spec.tokens[1] >= EngineConfig(model="x").max_num_batched_tokens
+    if concerned and any_tokens and all(unfit(spec, x, hw, "bfloat16") is None for x in concerned):
         made = plan.make(s, hw, options)
         chosen = {p.layer.path: p.choice.picks for p in made.layers}
         assert all(pick.kernel == spec for x in concerned for pick in chosen[x.path])
@@ -663,19 +678,19 @@ def test_an_impossible_layout_is_refused(tp: int, ep: int, adp: int) -> None:
         Layout(tp, ep, adp)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", [Layout(), Layout(2), Layout(2, 2), Layout(4, 2, 2), Layout(6, 3, 3)])
 def test_the_loader_cuts_as_planned(
-    subject: Callable[[str], Subject], checkpoint: Callable[[str], Path], ranks: int
+    subject: Callable[[str], Subject], checkpoint: Callable[[str], Path], layout: Layout
 ) -> None:
     from fp4ward.checkpoint.index import open_index
     from fp4ward.checkpoint.load import load
 
     name = "q35moe-vl-mixed-w4a16-fp8-modelopt"
     s = subject(name)
-    for rank in range(ranks):
-        loaded = load(open_index(checkpoint(name)), s.slots, facts=qwen3_5, rank=rank, ranks=ranks)
+    for rank in range(layout.tp):
+        loaded = load(open_index(checkpoint(name)), s.slots, facts=qwen3_5, rank=rank, layout=layout)
         for slot in s.slots:
-            want = local_shape(slot, s.formats.get(slot.name), Layout(ranks), rank, False)
+            want = local_shape(slot, s.formats.get(slot.name), layout, rank, False)
             assert tuple(loaded.tensors[slot.name].shape) == want, slot.name
 
 
