@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.common import COLD, abba, capture, copies_for, head, norm_error, random_weight, write_lines  # noqa: E402
+from fp4ward.errors import UserError  # noqa: E402
 from fp4ward.formats.formats import NVFP4  # noqa: E402
 from fp4ward.formats.weight import Weight  # noqa: E402
 from fp4ward.kernels import experts, triton_experts, triton_linear  # noqa: E402
@@ -73,7 +75,7 @@ def bench_moe(e: int, top_k: int, h: int, i: int, tokens: int) -> dict[str, floa
     return {"bytes": size * met / e, "flops": 6 * tokens * top_k * h * i, "us": us, "error": wrong, "experts_met": met}
 
 
-def main() -> int:
+def run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", nargs="+", choices=("linear", "moe"), default=["linear", "moe"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
@@ -82,8 +84,12 @@ def main() -> int:
     parser.add_argument("--flops", type=float, default=750, help="TFLOP/s of a bf16 product (an H200: 690 to 800)")
     parser.add_argument("--commit", help="recorded where the tree came without its git folder")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise UserError("bench/triton_portable.py needs a CUDA GPU, and torch finds none")
     if args.block:
+        if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3}){5}", args.block):
+            raise UserError(f"--block {args.block}: six whole numbers are expected, such as 16,8,8,4,4,4")
         forced = triton_linear.Block(*map(int, args.block.split(",")))
         triton_linear.block_for = triton_experts.block_for = lambda *_: forced
     about = head(args.commit) | {"triton": triton.__version__}
@@ -106,6 +112,14 @@ def main() -> int:
             lines.append(about | {"op": op, "shape": name, "tokens": tokens, "floor_us": floor} | row)
     write_lines(args.out, lines)
     return int(worst > 4e-3)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(argv)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -338,9 +339,7 @@ def _eval(args: argparse.Namespace) -> int:
     # What can be refused is, before minutes of answers.
     questions = run.plan(families, args.count, args.quick, args.seed)
     other = None if args.compare is None else run.read(args.compare, questions, args.instructions)
-    for path in filter(None, (args.save, args.plot)):
-        if not Path(path).resolve().parent.is_dir():
-            raise UserError(f"{path}: its folder does not exist")
+    _check_writable(args.save, args.plot)
     if args.plot is not None:
         report.check_plot(args.plot)
     if args.max_num_seqs is None:
@@ -374,6 +373,14 @@ def _eval(args: argparse.Namespace) -> int:
     return _fail(f"error: {len(failed)} answers failed, the first so: {failed[0]}", 1) if failed else 0
 
 
+def _check_writable(*paths: str | None) -> None:
+    for path in (p for p in paths if p is not None):
+        if Path(path).is_dir():
+            raise UserError(f"{path or repr(path)}: Is a directory; a file is expected")
+        if not Path(path).resolve().parent.is_dir():
+            raise UserError(f"{path}: its folder does not exist")
+
+
 def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -399,6 +406,7 @@ def _plan(args: argparse.Namespace) -> int:
         tuple(args.replicate),
     )
     plan.parse_wishes(options.config.kernel)
+    _check_writable(args.html)
     machine = hardware.detect() if args.gpu is None else hardware.parse(args.gpu)
     if args.check_sharding and args.tp == 1:
         raise UserError("--check-sharding is for several ranks: give --tp 2 or more")
@@ -407,7 +415,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.check_sharding:
         _check_sharding(folder, options.layout, args.replicate)
     if args.html is not None:
-        Path(args.html).write_text(plan_text.html(made), encoding="utf-8")
+        _write(args.html, plan_text.html(made))
     if args.json:
         print(json.dumps(plan_text.record(made), indent=1, allow_nan=False))
     else:
@@ -458,20 +466,31 @@ def _lint(args: argparse.Namespace) -> int:
 def _warm(args: argparse.Namespace) -> int:
     from fp4ward import hardware
 
-    only_sm = re.fullmatch(r"sm=(\d{2,3})", args.gpu or "")
+    only_sm = re.fullmatch(r"sm=(\d{1,3})", args.gpu or "")
     sm = int(only_sm[1]) if only_sm else (hardware.parse(args.gpu) if args.gpu else hardware.detect()).sm
     if sm == 0:
         raise UserError("this machine has no NVIDIA GPU, and a CPU needs no kernels; name one with --gpu, such as H200")
     from fp4ward.checkpoint.load import progress_bar
+    from fp4ward.kernels.specs import SPECS, unproven
 
     nvrtc = _kernels()
+    if sm not in (known := (*nvrtc.TARGETS, 121)):  # 121 runs 120's code
+        raise UserError(f"the CUDA kernels are not compiled for SM {sm}, but for {', '.join(map(str, known))}")
+    where = nvrtc.cache()
+    try:  # before a minute of compiling
+        where.mkdir(parents=True, exist_ok=True)
+        tempfile.NamedTemporaryFile(dir=where).close()
+    except OSError as e:
+        raise UserError(f"{where} takes no files ({e.strerror or e}); FP4WARD_CACHE names another folder") from None
     rows, arch, start = nvrtc.rows(sm), nvrtc.arch(sm), time.perf_counter()
     with progress_bar(f"compiling for {arch}", count=True) as progress:
         kept = nvrtc.warm(rows, arch, progress if log.isEnabledFor(logging.INFO) else None)
     took = time.perf_counter() - start
     if kept < len(rows):
-        raise UserError(f"{nvrtc.cache()} takes no files, so nothing was kept; FP4WARD_CACHE names another folder")
-    print(f"{kept} kernels for {arch} are in {nvrtc.cache()}, {took:.1f} s")
+        raise UserError(f"{where} kept {kept} of {len(rows)} kernels (no room?); FP4WARD_CACHE names another folder")
+    print(f"{kept} kernels for {arch} are in {where}, {took:.1f} s")
+    if asked := [f"{s.op}={s.name}" for s in SPECS if s.module in nvrtc.HOLDERS and unproven(s)]:
+        log.info("they run where they are asked for, because no GPU has run them yet: --kernel %s", ", ".join(asked))
     return 0
 
 

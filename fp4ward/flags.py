@@ -116,9 +116,10 @@ def parser() -> argparse.ArgumentParser:
 
     warm = commands.add_parser(
         "warm",
-        help="compile the GPU kernels before they are needed",
+        help="compile the CUDA kernels before they are needed",
         description="Compile every CUDA kernel for a GPU, here or not, into a cache: the folder FP4WARD_CACHE, else "
-        "fp4ward in XDG_CACHE_HOME or ~/.cache. Needs no GPU; a model that is loaded later starts without compiling.",
+        "fp4ward in XDG_CACHE_HOME or ~/.cache. Needs no GPU, but NVRTC (the cuda extra). A model that uses one "
+        "starts without compiling it; `plan` says what a model uses. Triton's kernels still compile at first use.",
     )
     warm.add_argument("--gpu", metavar="NAME", help="such as H200, RTX-5090 or sm=90 (the one here)")
 

@@ -94,9 +94,13 @@ def parse(text: str) -> Hardware:
             continue
         if key not in UNITS or key in numbers or not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", value):
             raise UserError(f"--gpu {shown(text)}: {shown(part)} is not one plain number for one of {', '.join(UNITS)}")
+        if key == "sm":
+            value = value.replace(".", "") if re.fullmatch("[0-9]{1,2}[.]?[0-9]", value) else "0"
+            if not 50 <= int(value) <= 130:
+                raise UserError(f"--gpu {shown(text)}: sm is a compute capability, such as 90 or 9.0, from 50 to 130")
         numbers[key] = float(value) * UNITS[key]
     if name:
-        row = _named(name)
+        row = _named(name, numbers.get("mem", 0))
     else:
         missing = [key for key in ("sm", "mem", "bw", "bf16") if not numbers.get(key)]
         if missing:
@@ -110,17 +114,29 @@ def parse(text: str) -> Hardware:
     return replace(row, source=f"{row.source}, changed by --gpu" if name else "--gpu") if numbers else row
 
 
-def _named(name: str) -> Hardware:
-    """The row whose words are all in `name`, of several the one with most ("H100 PCIe" is more than "H100")."""
-    apart = re.sub(r"(?<=\d)gb\b", "", re.sub(r"rtx|pro(?=\d)", r"\g<0> ", name.lower()))
-    words = {*re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", apart)}
-    found = [(len(parts), row) for row in ROWS if (parts := {*row.name.lower().split("-")} - {"rtx"}) <= words]
+def _named(name: str, memory: float = 0) -> Hardware:
+    """The row whose words are all in `name`, of several the one with most ("H100 PCIe" is more than "H100"), of those
+    the one closest to `memory` (bytes) or to the GB in the name, which without `memory` must be the row's."""
+    apart = re.sub(r"(?<=\d)g(b|ib)?\b", "", re.sub(r"rtx|pro(?=\d)", r"\g<0> ", name.lower()))
+    words = {"141" if word == "3e" else word for word in re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", apart)}  # H20-3e
+    sizes = {int(w) for w in words if re.fullmatch(r"\d{2,3}", w, re.A)} - {480}  # "GH200 480GB": of its CPU
+    goal, found = memory / GIB or max(sizes, default=0), []
+    for row in ROWS if not words & {"laptop", "mobile"} else ():
+        parts = {w for w in row.name.lower().split("-") if w != "rtx" and not re.fullmatch(r"\d{2,3}", w)}
+        if parts <= words:
+            found.append((len(parts), -abs(row.memory / GIB - goal) if goal else 0, row))
     if not found:
         raise UserError(
             f"--gpu {shown(name)} is not known; known are {', '.join(row.name for row in ROWS)} (--tp says how "
             f"many), or give numbers: sm=90,mem=141,bw=4800,bf16=989 (GiB, GB/s, TFLOP/s)"
         )
-    return max(found, key=lambda pair: pair[0])[1]
+    row = max(found, key=lambda each: each[:2])[2]
+    if not memory and any(abs(row.memory / GIB / size - 1) > 0.1 for size in sizes):
+        raise UserError(
+            f"--gpu {shown(name)}: the known {row.name} has {row.memory / GIB:.0f} GiB; give this one's own numbers "
+            f"after the name: ,mem=..,bw=.. (GiB, GB/s)"
+        )
+    return row
 
 
 def cpu() -> Hardware:
@@ -130,23 +146,23 @@ def cpu() -> Hardware:
 
 def seen(name: str, sm: int, memory: int) -> Hardware:
     """A GPU as torch sees it. One without a row runs what its SM can, and what is chosen by speed is by rates that are
-    assumed."""
+    assumed. Its memory counts as seen, but for the few per cent that nvidia-smi counts and no program gets."""
     try:
-        row = _named(name)
+        row = _named(name, memory)
     except UserError:
         row = Hardware(name, sm, memory, 5e11, 1e14, 1e14, 1e13, source="assumed: a GPU without a row")
-    return replace(row, sm=sm, memory=min(row.memory, memory))  # less: another card of the name, or a part of one
+    return replace(row, sm=sm, memory=row.memory if row.memory < memory < 1.05 * row.memory else memory)
 
 
 def detect() -> Hardware:
     """The first GPU of this machine as the driver's own tool names it (no CUDA is started), else the CPU; its memory
-    is what is really there. UserError for a GPU without a row."""
+    is what is really there."""
     try:
-        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-        found = re.match(r"(.+), (\d+)$", done.stdout, re.M) if done.returncode == 0 else None
+        found = re.match(r"(.+), (\d+)\.(\d), (\d+)$", done.stdout, re.M) if done.returncode == 0 else None
     except (OSError, subprocess.SubprocessError):
         found = None
     if found is None:
         return cpu()
-    return seen(found[1], _named(found[1]).sm, int(found[2]) * 2**20)
+    return seen(found[1], int(found[2] + found[3]), int(found[4]) * 2**20)

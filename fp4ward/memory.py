@@ -64,16 +64,21 @@ def slot_bytes(spec: Sequence[StateSpec], dtype: str) -> int:
     return total
 
 
+def wanted(config: EngineConfig) -> int:
+    """Pages of max_num_seqs full sequences. config: resolved."""
+    assert config.max_model_len is not None
+    return -(-config.max_model_len // config.block_size) * config.max_num_seqs
+
+
 def pages(spec: Sequence[StateSpec], config: EngineConfig, free: int | None) -> tuple[int, int]:
     """Pages of K and V to hold: what max_num_seqs full sequences need, or fewer; and the bytes that there are for them.
     free: what weights leave of a GPU, None on a CPU. config: resolved."""
-    assert config.max_model_len is not None
     page, budget = page_bytes(spec, config.block_size, config.kv_cache_dtype), config.kv_cache_memory_bytes
-    wanted = -(-config.max_model_len // config.block_size) * config.max_num_seqs
     if budget is None:
         slots = config.max_num_seqs * slot_bytes(spec, config.dtype)
         budget = CPU_CACHE_BYTES if free is None else int(free * GPU_CACHE_SHARE) - slots
-    return min(wanted, max(budget, 0) // page) if page else wanted, budget  # no attention layer: pages cost nothing
+    most = wanted(config)
+    return min(most, max(budget, 0) // page) if page else most, budget  # no attention layer: pages cost nothing
 
 
 def measure(cut: Pieces, hw: Hardware, config: EngineConfig) -> Memory:

@@ -48,11 +48,13 @@ class Subject:
 def read(folder: Path, name: str = "", *, weights: bool = False, dummy: bool = False) -> Subject:
     """From a checkpoint's headers, or from its JSON alone where there are no safetensors and no weights are needed.
     dummy: weights will be drawn, which a notice says. UserError names the fault."""
+    collecting = gc.isenabled()
     gc.disable()  # 370,000 headers that all stay alive: 14 s with the collector looking at them, 7 without
     try:
         return _read(folder, name, weights or sees_tensors(folder), dummy)
     finally:
-        gc.enable()
+        if collecting:
+            gc.enable()
 
 
 def _read(folder: Path, name: str, seen: bool, dummy: bool) -> Subject:
@@ -99,6 +101,8 @@ def _claimed(scheme: Scheme, slots: Sequence[Slot], dtype: str) -> dict[str, For
             raise UserError(f"layer {slot.name}: {claim.sentence}, which fp4ward cannot run")
         label = claim.label.upper()
         fp8 = FP8_CHANNEL if "CHANNEL" in label else FP8_BLOCK_SCALED if re.search("BLOCK|PB_", label) else FP8_TENSOR
+        if claim.format == "nvfp4" and slot.shape[-1] % NVFP4.column_unit:
+            raise UserError(f"layer {slot.name}: nvfp4 needs rows in multiples of 16, config.json has {slot.shape[-1]}")
         out[slot.name] = {"nvfp4": NVFP4, "fp8": fp8, "none": plain}[claim.format].with_activation(claim.activation)
     return out
 

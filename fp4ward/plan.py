@@ -17,7 +17,7 @@ from fp4ward import memory
 from fp4ward.config import UNPACK_BYTES, EngineConfig, resolve
 from fp4ward.errors import UserError, shown
 from fp4ward.formats.scheme import Notice
-from fp4ward.hardware import GIB, Hardware
+from fp4ward.hardware import Hardware
 from fp4ward.kernels.specs import (
     EXPERTS,
     ITEM,
@@ -76,11 +76,13 @@ class Regime:
 
 @dataclass(frozen=True)
 class Pick:
-    """The kernel of one regime, its cost, and what others would take (name, us)."""
+    """The kernel of one regime, its cost, what others would take (name, us), and most rows of input that it is for: a
+    group that attends to its own requests sees its share of the tokens."""
 
     kernel: KernelSpec
     cost: Cost
     others: tuple[tuple[str, float], ...]
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,12 @@ class Planned:
         formats = [f.with_activation(a) for a in activations for f in self.layer.formats]
         return " + ".join(dict.fromkeys(f.label for f in formats)) or "-"
 
-    def copies(self, *, tied: bool) -> int:
-        """How many times its weights are held beside the ones that are counted: kernels want layouts of their own."""
-        layouts = {pick.kernel.prepare and pick.kernel.name for pick in self.choice.picks}
-        return len(layouts | {""} if tied else layouts) - 1
+    def copies(self, *, tied: bool) -> float:
+        """How many times its weights are held beside the ones that are counted: kernels want layouts of their own, and
+        some share a part with the stored one."""
+        new = {pick.kernel.name: pick.kernel.copied for pick in self.choice.picks if pick.kernel.prepare}
+        stored = tied or any(not pick.kernel.prepare for pick in self.choice.picks)
+        return sum(new.values()) - (0 if stored else min(new.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +167,8 @@ def choose(
     every = [s for s in specs if s.op == layer.op]
     none = no_kernel(layer.op)
     if none is not None and not every:
-        floors = (estimate(none, layer, hw, batch) for batch in batches)
-        return Choice(tuple(Pick(none, cost, ()) for cost in floors), "no kernel is written yet: its floor", ())
+        floors = (Pick(none, estimate(none, layer, hw, batch), (), batch.tokens) for batch in batches)
+        return Choice(tuple(floors), "no kernel is written yet: its floor", ())
     wish = wishes.get(layer.op, ())
     allowed = [s for s in every if s.name in wish and all(f.name in s.formats for f in layer.formats)]
     reasons = {s.name: unfit(s, layer, hw, dtype) or (None if s.name in wish else unproven(s)) for s in every}
@@ -180,14 +184,15 @@ def choose(
         rejected += [(name, "is not among those that --kernel allows") for name in works if name not in wish]
     picks = []
     for batch in batches:
-        fit = [s for s in legal if s.tokens[0] <= (batch.least or batch.tokens) and batch.tokens <= s.tokens[1]]
+        least, most = batch.least or batch.tokens, batch.most or batch.tokens
+        fit = [s for s in legal if s.tokens[0] <= least and most <= s.tokens[1]]
         if not fit:
             spans = ", ".join(f"{s.name} {s.tokens[0]} to {s.tokens[1]}" for s in legal)
-            more = [s.name for s in every if s.name in works and s not in legal and s.tokens[1] >= batch.tokens]
+            more = [s.name for s in every if s.name in works and s not in legal and s.tokens[1] >= most]
             advice = f"; add to --kernel one of {', '.join(more)}" if more else ""
-            raise UserError(f"no kernel can run {head} with {batch.tokens} tokens: {spans}{advice}")
+            raise UserError(f"no kernel can run {head} with {most} tokens: {spans}{advice}")
         costs = sorted(((estimate(s, layer, hw, batch), s) for s in fit), key=lambda pair: pair[0].us)
-        picks.append(Pick(costs[0][1], costs[0][0], tuple((s.name, cost.us) for cost, s in costs[1:])))
+        picks.append(Pick(costs[0][1], costs[0][0], tuple((s.name, cost.us) for cost, s in costs[1:]), batch.tokens))
     why = "asked for by --kernel" if allowed else "the only one that fits" if len(legal) == 1 else "lowest estimate"
     return Choice(tuple(picks), why, tuple(rejected))
 
@@ -209,10 +214,7 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
         return pieces(subject, other, unpacked=unpacked, replicated=options.replicate)
 
     cut_ = cut_for(layout)
-    most = config.max_num_batched_tokens
-    regimes = (
-        Regime("1", 1, 1), Regime("2-16", 2, 16), Regime("17-64", 17, 64), Regime("prefill", min(65, most), most, True),
-    )  # fmt: skip
+    regimes = _regimes(config, layout)
     wishes = parse_wishes(config.kernel)
     cache: dict[LayerDesc, Choice] = {}
     layers = []
@@ -223,7 +225,7 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
             cache[key] = choose(layer, batches, hw, config.dtype, wishes, specs)
         layers.append(Planned(layer, cache[key]))
     _wishes_met(wishes, cut_.layers, specs)
-    more = sum(p.layer.weight_bytes * p.copies(tied=p.layer.path in subject.aliases) for p in layers)
+    more = sum(math.ceil(p.layer.weight_bytes * p.copies(tied=p.layer.path in subject.aliases)) for p in layers)
     cut_ = replace(cut_, weights=tuple(w + more for w in cut_.weights))
     need = memory.measure(cut_, hw, config)
     failures = memory.failures(need, hw, config, options.config.max_model_len)
@@ -233,12 +235,25 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
     return Plan(subject, hw, config, options, regimes, tuple(layers), need, unpacked, notices, failures)
 
 
+def _regimes(config: EngineConfig, layout: Layout) -> tuple[Regime, ...]:
+    """One token, few, some and many, as far as a step goes; a prompt's where so many sequences never run at once:
+    max_num_seqs in each group."""
+    most, sequences = config.max_num_batched_tokens, min(config.max_num_seqs * layout.adp, 64)
+    out: list[Regime] = []
+    for stop in sorted({n for n in (1, 16, 64, sequences, most) if n <= most}):
+        least = out[-1].tokens + 1 if out else 1
+        name = "prefill" if least > 64 else f"{least}-{stop}" if least < stop else str(stop)
+        out.append(Regime(name, least, stop, least > sequences))
+    return tuple(out)
+
+
 def _batch(layer: LayerDesc, regime: Regime, layout: Layout, config: EngineConfig) -> Batch:
     groups = 1 if layer.op in EXPERTS else layout.adp
     least, tokens = (-(-n // groups) for n in (regime.least, regime.tokens))
+    most = tokens if regime.tokens < config.max_num_batched_tokens else regime.tokens  # all may be one group's
     context = min(CONTEXT, config.max_model_len or CONTEXT)
     sequences, before = (1, 0) if regime.prompt else (tokens, context)
-    return Batch(tokens, sequences, before, ITEM[config.dtype], memory.KV_ITEM[config.kv_cache_dtype], least)
+    return Batch(tokens, sequences, before, ITEM[config.dtype], memory.KV_ITEM[config.kv_cache_dtype], least, most)
 
 
 def _wishes_met(wishes: Wishes, layers: Sequence[LayerDesc], specs: Sequence[KernelSpec]) -> None:
@@ -279,13 +294,11 @@ def _advice(
         return not memory.failures(memory.measure(cut_, hw, tried), hw, tried, options.config.max_model_len)
 
     here = cut_for(options.layout)
-    smaller = need.free + need.pages * need.page - need.scratch
-    if (
-        need.page > 0
-        and smaller >= max(need.page, 1 << 25)
-        and fits(here, replace(config, kv_cache_memory_bytes=smaller))
-    ):
-        return f"--kv-cache-memory-bytes {smaller / GIB - 0.01:.2f}GiB fits"
+    wanted = memory.wanted(config) * need.page
+    smaller = min(need.free + need.pages * need.page - need.scratch, wanted + 2**20)
+    smaller -= smaller % 2**20  # whole MiB
+    if need.page > 0 and smaller >= min(wanted, 1 << 25) and fits(here, replace(config, kv_cache_memory_bytes=smaller)):
+        return f"--kv-cache-memory-bytes {smaller >> 20}MiB fits"
     for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > options.layout.tp and not hw.cpu):
         with contextlib.suppress(UserError):
             if fits(cut_for(replace(options.layout, tp=tp)), config):

@@ -165,7 +165,7 @@ def record(plan: Plan) -> dict[str, Any]:
             "rejected": dict(choice.rejected),
         })  # fmt: skip
     steps = [
-        {"tokens": r.tokens, "floor_us": plan.step_us(i, floor=True), "us": plan.step_us(i)}
+        {"tokens": r.tokens, "prompt": r.prompt, "floor_us": plan.step_us(i, floor=True), "us": plan.step_us(i)}
         for i, r in enumerate(plan.regimes)
     ]
     return {

@@ -69,8 +69,9 @@ def weight_bytes(format: Format, n: int, k: int) -> int:
 class KernelSpec:
     """One kernel. formats: of weights that it reads. min_sm, max_sm: inclusive; 0 is a CPU. dtypes: of activations.
     n_div, k_div: what local N and K must be multiples of. tokens: fewest and most in a step. module: where its code is:
-    function(x, *weights, *routing), and prepare(*weights), "" where it reads weights as the checkpoint has them. input:
-    what it takes its input as, "high" precision or a quantized format. memory, compute: the shares of the machine's
+    function(x, *weights, *routing), and prepare(*weights), "" where it reads weights as the checkpoint has them.
+    copied: the share of a weight that prepare makes anew. one_type: weights in the activations' type. input: what it
+    takes its input as, "high" precision or a quantized format. memory, compute: the shares of the machine's
     limits that it reaches. extra: bytes moved a weight beside the stored ones. launches: of `launch_us` each (a second
     number: for every expert that is hit). f32: multiplies in f32."""
 
@@ -91,6 +92,8 @@ class KernelSpec:
     extra: float = 0
     function: str = "reference"
     prepare: str = ""
+    copied: float = 1
+    one_type: bool = False
     launches: tuple[float, float] = (1, 0)
     f32: bool = False
 
@@ -103,14 +106,14 @@ LAUNCH_US = {False: 4.5, True: 5.0}  # GPU (fitted to cuBLAS on an H200 below), 
 # torch_w8a8, torch_w4a4: no measurement; torch quantizes the input in so many launches, and their shares are assumed.
 # references: no measurement; `extra` counts the f32 copies that decoding writes and reads again.
 SPECS: tuple[KernelSpec, ...] = (
-    KernelSpec("torch_linear", "linear", tuple(DENSE), "linear", TESTED, memory=1.0, compute=0.85),
+    KernelSpec("torch_linear", "linear", tuple(DENSE), "linear", TESTED, one_type=True, memory=1.0, compute=0.85),
     KernelSpec(
         "triton_w4a16_linear", "linear", ("nvfp4",), "triton_linear", TESTED, function="linear",
         min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42,
     ),
     KernelSpec(
         "triton_w4a16_experts", "experts", ("nvfp4",), "triton_experts", TESTED, function="experts",
-        min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42, launches=(4, 0),
+        min_sm=80, dtypes=(BF16, F16), n_div=16, k_div=16, memory=0.6, compute=0.42, launches=(4, 0),
     ),
     KernelSpec(
         "cuda_w4a16_linear", "linear", ("nvfp4",), "cuda_linear", ON_CPU, function="linear", prepare="prepare",
@@ -127,8 +130,8 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         "torch_w4a4_linear", "linear", ("nvfp4",), "scaled_mm", NEVER_RUN, function="nvfp4_linear",
-        prepare="nvfp4_prepare", min_sm=100, max_sm=121, dtypes=(BF16, F16), n_div=16, k_div=32, input="nvfp4",
-        launches=(40, 0),
+        prepare="nvfp4_prepare", copied=0.125, min_sm=100, max_sm=121, dtypes=(BF16, F16), n_div=16, k_div=32,
+        input="nvfp4", launches=(40, 0),
     ),
     KernelSpec("reference_linear", "linear", tuple(FORMATS), "linear", REFERENCE, extra=24, launches=(12, 0), f32=True),
     KernelSpec(
@@ -164,20 +167,21 @@ def unfit(spec: KernelSpec, layer: LayerDesc, hw: Hardware, dtype: str) -> str |
         return f"needs a GPU of SM {spec.min_sm} {upto}; {hw.name} is {f'SM {hw.sm}' if hw.sm else 'none'}"
     if dtype not in spec.dtypes:
         return f"takes {', '.join(spec.dtypes)} activations, not {dtype}"
-    if spec.name == "torch_linear" and DENSE[layer.formats[0].name] != dtype:
+    if spec.one_type and DENSE[layer.formats[0].name] != dtype:
         return f"multiplies weights and activations of one type, not {layer.formats[0].name} and {dtype}"
     if spec.input != "high" and any(f.activation != spec.input for f in layer.formats):
         return f"quantizes its input to {spec.input}, which this layer ({layer.stored}) does not allow"
     for shape in layer.local if layer.formats and layer.op != "embedding" else ():
         n, k = shape[-2:]
-        if n % spec.n_div or k % spec.k_div or (layer.op == "experts" and n % spec.k_div):
+        if n % spec.n_div or k % spec.k_div:
             return f"needs N in multiples of {spec.n_div} and K of {spec.k_div}, a rank has {n} x {k}"
     return None if installed(spec.module) else f"is not installed ({__package__}.{spec.module})"
 
 
 def unproven(spec: KernelSpec) -> str | None:
     """Why a row waits to be asked for by name: nobody has seen its numbers on a GPU yet."""
-    return f"was {spec.status}; --kernel {spec.op}={spec.name} asks for it" if spec.status == ON_CPU else None
+    seen = spec.status in (TESTED, REFERENCE)
+    return None if seen else f"is {spec.status}; --kernel {spec.op}={spec.name} asks for it"
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ class Cost:
 @dataclass(frozen=True)
 class Batch:
     """tokens of a step, of how many sequences, each with `context` tokens before it; item: bytes of an activation, kv
-    of an element of the cache. least: fewest tokens that the same kernel is to run, 0 for no fewer."""
+    of an element of the cache. least, most: fewest and most tokens that the same kernel is to run, 0 for just these."""
 
     tokens: int
     sequences: int
@@ -202,6 +206,7 @@ class Batch:
     item: int
     kv: int
     least: int = 0
+    most: int = 0
 
 
 def work(layer: LayerDesc, batch: Batch) -> tuple[float, float, float, float]:

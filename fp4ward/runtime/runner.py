@@ -54,7 +54,7 @@ def bind(ops: Mapping[str, Op], plan: Plan) -> None:
             kernel = code(pick.kernel, pick.kernel.function)
             if ways and ways[-1][1] is kernel:
                 ways.pop()
-            ways.append((ANY if regime is plan.regimes[-1] else regime.tokens, kernel, made[layout]))
+            ways.append((ANY if regime is plan.regimes[-1] else pick.rows, kernel, made[layout]))
         op.ways = tuple(ways)
         op.weights = made.get("", ())
 

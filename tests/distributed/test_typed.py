@@ -84,9 +84,12 @@ def test_any_subset_of_blocks_may_stay_whole(replicate):  # B30
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(2, 2), Layout(4, 2), Layout(4, 4), Layout(2, 1, 2), Layout(4, 2, 2), Layout(4, 4, 4), Layout(16, 8, 4)],
+    [
+        Layout(2, 2), Layout(4, 2), Layout(4, 4), Layout(2, 1, 2), Layout(4, 2, 2), Layout(4, 4, 4), Layout(16, 8, 4),
+        Layout(8, 8), Layout(16, 16),
+    ],
     ids=lambda x: f"tp{x.tp}-ep{x.ep}-adp{x.adp}",
-)
+)  # fmt: skip
 def test_experts_dealt_to_ranks_and_groups_with_own_requests_type(layout):  # B8, B32
     for rank in {0, 1, layout.tp // 2, layout.tp - 1}:
         check_sharding(facts, model, MOE, layout, rank)

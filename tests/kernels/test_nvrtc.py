@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4ward import cli
+from fp4ward import cli, hardware
 from fp4ward.errors import UserError
 from fp4ward.kernels import nvrtc
 from fp4ward.kernels.nvrtc import Source
+from fp4ward.kernels.specs import SPECS, TESTED
 
 SOURCE = """
 #include "more.cuh"
@@ -345,7 +346,10 @@ def test_warm_fills_the_users_cache(
     monkeypatch.setattr(nvrtc, "rows", lambda sm: [source])
     monkeypatch.setenv("FP4WARD_CACHE", str(tmp_path / "own"))
     assert cli.main(["warm", "--gpu", "H200"]) == 0
-    assert capsys.readouterr().out.startswith(f"1 kernels for sm_90a are in {tmp_path / 'own'}, ")
+    said = capsys.readouterr()
+    assert said.out.startswith(f"1 kernels for sm_90a are in {tmp_path / 'own'}, ")
+    for s in SPECS:
+        assert (f"{s.op}={s.name}" in said.err) == (s.module in nvrtc.HOLDERS and s.status != TESTED)
     assert len(entries(tmp_path / "own")) == 1
     monkeypatch.delenv("FP4WARD_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -353,12 +357,25 @@ def test_warm_fills_the_users_cache(
     assert [p.name.split("-")[1] for p in entries(tmp_path / "xdg" / "fp4ward")] == ["sm_80"]
 
 
-def test_warm_says_when_it_cannot(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warm_says_before_it_compiles_that_it_cannot(
+    source: Source, compiled: list[Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setattr(nvrtc, "rows", lambda sm: [source])
     monkeypatch.setenv("FP4WARD_CACHE", str(tmp_path / "k.cu"))
     assert cli.main(["warm", "--gpu", "H200"]) == 2
     assert "FP4WARD_CACHE" in capsys.readouterr().err
     assert cli.main(["warm", "--gpu", "cpu"]) == 2
     assert "--gpu" in capsys.readouterr().err
+    monkeypatch.setenv("FP4WARD_CACHE", str(tmp_path / "cache"))
+    for sm in (7, 12, 75, 999):
+        assert cli.main(["warm", "--gpu", f"sm={sm}"]) == 2
+        assert f"not compiled for SM {sm}, but for 80, 86," in capsys.readouterr().err
+    assert compiled == []
+    monkeypatch.setattr(nvrtc, "_write", lambda *_: None)  # a folder that was filled meanwhile
+    assert cli.main(["warm", "--gpu", "sm=80"]) == 2
+    assert "kept 0 of 1 kernels" in capsys.readouterr().err
+
+
+def test_warm_knows_every_gpu_of_the_table() -> None:
+    assert {hw.sm for hw in hardware.ROWS} <= {0, *nvrtc.TARGETS, 121}

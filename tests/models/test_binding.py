@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4ward import LLM, SamplingParams, hardware, pieces, plan
+from fp4ward import LLM, SamplingParams, hardware, memory, pieces, plan
 from fp4ward.cli import main
 from fp4ward.config import EngineConfig
 from fp4ward.errors import UserError
-from fp4ward.formats.weight import Weight
-from fp4ward.kernels import specs
-from fp4ward.kernels.specs import SPECS, KernelSpec
-from fp4ward.layers.op import Op
+from fp4ward.formats.formats import NVFP4
+from fp4ward.formats.weight import Weight, allocate
+from fp4ward.kernels import experts, linear, specs
+from fp4ward.kernels.specs import SPECS, KernelSpec, LayerDesc
+from fp4ward.layers.op import ANY, Op
 from fp4ward.runtime import runner
 from tests.build import Checkpoint
 from tests.unit.test_plan import FIXTURES, subjects
@@ -83,7 +86,7 @@ def test_every_op_gets_the_planned_kernel_and_its_layout(
         op, mine = ops[p.layer.path], raw[p.layer.path]
         for regime, pick in zip(made.regimes, p.choice.picks, strict=True):
             own = (f"{pick.kernel.name} of {mine}",) if pick.kernel.prepare else mine
-            for tokens in {regime.least, regime.tokens} if not regime.prompt else {65, 65 + most}:
+            for tokens in {regime.least, regime.tokens} | ({65 + most} if regime is made.regimes[-1] else set()):
                 calls.clear()
                 op(torch.empty(tokens, 1))
                 assert calls == [(pick.kernel.name, own)], (p.layer.path, tokens)
@@ -91,6 +94,22 @@ def test_every_op_gets_the_planned_kernel_and_its_layout(
         assert sorted(prepared[mine]) == sorted(layouts)  # once each
         assert op.weights == (mine if len(layouts) < len({k.kernel.name for k in p.choice.picks}) else ())
         assert p.copies(tied=False) == len(layouts) + bool(op.weights) - 1
+
+
+def test_a_group_binds_by_its_own_rows(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:  # F25
+    """16 tokens of 4 groups that attend to their own requests are 4 rows in each, but 16 in the experts of all."""
+    four = KernelSpec("four", "linear", specs.SPECS[0].formats, "linear", specs.TESTED, tokens=(1, 4), **FAST)
+    wide = dataclasses.replace(four, name="wide", tokens=(17, 512))  # a prompt of 2048 tokens is all in one group
+    options = plan.Options(EngineConfig(model="x"), plan.Layout(4, 4, 4))
+    made = plan.make(pieces.read(checkpoint(FIXTURES[0])), hardware.parse("H200"), options, specs=(four, wide, *SPECS))
+    ops = {p.layer.path: Op(None, "w") for p in made.layers if p.layer.op in ("linear", "experts")}
+    monkeypatch.setattr(runner, "code", lambda spec, name: spec.name)
+    runner.bind(ops, made)
+    assert [(most, name) for most, name, _ in ops["lm_head"].ways] == [(4, "four"), (ANY, "torch_linear")]
+    rows = {p.layer.op: [pick.rows for pick in p.choice.picks] for p in made.layers}
+    assert (rows["linear"], rows["experts"]) == ([1, 4, 16, 512], [1, 16, 64, 2048])
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -113,6 +132,13 @@ def test_every_row_has_its_code() -> None:
     for spec in SPECS:
         for name in (spec.function, spec.prepare) if spec.op in ("linear", "experts") else ():
             assert not name or callable(runner.code(spec, name)), spec.name
+
+
+def test_w4a4_shares_all_but_the_scales_of_the_stored_weight() -> None:
+    (row,) = (s for s in SPECS if s.name == "torch_w4a4_linear")
+    w = allocate(NVFP4, (256, 512), torch.device("cpu"))
+    made = runner.code(row, row.prepare)(w)
+    assert made.packed.data_ptr() == w.parts["packed"].data_ptr() and made.scale.nbytes <= row.copied * w.nbytes
 
 
 def test_memory_counts_a_second_layout(checkpoint: Callable[[str], Path]) -> None:
@@ -215,3 +241,74 @@ def test_a_gpu_without_a_row_is_planned_by_what_its_sm_can_run(checkpoint: Calla
         assert {p.choice.picks[0].kernel.name for p in made.layers if p.layer.op == "experts"} == {kernel}
     whole = hardware.seen("NVIDIA H200", 90, 150 << 30)
     assert whole == dataclasses.replace(hardware.parse("H200"), memory=whole.memory)
+
+
+def test_what_no_kernel_reads_is_let_go(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every regime has a layout of its own, the stored one would double a model's memory."""
+    row = KernelSpec("packed", "linear", ("nvfp4",), "linear", specs.TESTED, prepare="pack", **FAST)
+    s = pieces.read(checkpoint(FIXTURES[0]))
+    made = plan.make(s, hardware.parse("H200"), plan.Options(EngineConfig(model="x")), specs=(row, *SPECS))
+    paths = [p.layer.path for p in made.layers if all(pick.kernel is row for pick in p.choice.picks)]
+    ops = {path: Op(linear.reference, allocate(NVFP4, (32, 32), torch.device("cpu"))) for path in paths}
+    old = [weakref.ref(part) for op in ops.values() for w in op.weights for part in w.parts.values()]
+    kernel = object()
+    monkeypatch.setattr(runner, "code", lambda spec, name: (lambda w: w.shape) if name == "pack" else kernel)
+    runner.bind(ops, made)
+    assert ops and old and not any(part() is not None for part in old)
+    assert {(op.weights, op.ways) for op in ops.values()} == {((), ((ANY, kernel, ((32, 32),)),))}
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Most bytes that a call holds at once beside what was there before, temporaries of torch's own code included."""
+    call()
+    with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as seen:
+        call()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("op", "shape", "tokens"),
+    [
+        ("linear", (2048, 32), 8192),  # activations are more than a decoded block
+        ("linear", (4096, 2048), 1),  # a decoded block is more than the activations
+        ("experts", (2, 32, 1024), 8192),
+        ("experts", (2, 1024, 32), 8192),
+        ("experts", (2, 2048, 2048), 1),
+    ],
+)
+def test_an_operation_takes_no_more_scratch_than_planned(
+    op: str, shape: tuple[int, ...], tokens: int, dtype: str
+) -> None:
+    def weight(*shape: int) -> Weight:
+        w = allocate(NVFP4, shape, torch.device("cpu"))
+        for part in w.parts.values():
+            part.view(torch.uint8).zero_()
+        return w
+
+    layer = LayerDesc("x", op, "nvfp4", (NVFP4,), shape, (shape,), top_k=1)
+    config = EngineConfig(model="x", dtype=dtype, max_num_batched_tokens=tokens, max_num_seqs=1, max_model_len=64)
+    *e, n, k = shape
+    x, route = torch.zeros(tokens, k, dtype=getattr(torch, dtype)), experts.route_softmax(torch.zeros(tokens, 2), 1)
+    if op == "linear":
+        w = weight(n, k)
+        took = peak(lambda: linear.reference(x, w))
+    else:
+        gate, up, down = weight(*e, n, k), weight(*e, n, k), weight(*e, k, n)
+        took = peak(lambda: experts.reference(x, gate, up, down, *route))
+    planned = memory._scratch([layer], config)
+    assert took <= planned
+    for term in (memory.DECODE_BLOCK, planned - memory.DECODE_BLOCK):  # neither would do alone, where it is the larger
+        assert took > planned - term or term < planned / 2
+
+
+@pytest.mark.parametrize("name", [FIXTURES[0], FIXTURES[4]])
+def test_a_step_takes_no_more_scratch_than_planned(
+    checkpoint: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp4ward.plan.UNPACK_BYTES", 0)
+    llm = LLM(str(checkpoint(name)), device="cpu", max_num_batched_tokens=256, show_progress=False)
+    one, prompt = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), [7] * 256
+    assert llm.plan.memory is not None
+    assert 1 << 18 < peak(lambda: llm.generate([prompt, *[[5]] * 8], one)) <= llm.plan.memory.scratch

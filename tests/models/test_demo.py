@@ -1,4 +1,6 @@
-"""The demo model: it answers, it is its accuracy falls when anything is wrong, its text path takes any input."""
+"""The demo model: it answers, its accuracy falls when anything is wrong, its text path takes any input.
+
+And demo/merge.py, one of the scripts that made it."""
 
 from __future__ import annotations
 
@@ -6,12 +8,16 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from demo.merge import main as merge
 from fp4ward import LLM, SamplingParams
 from fp4ward.checkpoint import hub
 from fp4ward.errors import UserError
@@ -117,3 +123,37 @@ def test_prompts_of_raw_bytes_reach_the_command_line_without_a_trace() -> None:
         )
         assert done.returncode in (0, 2), done.stderr
         assert b"Traceback" not in done.stderr
+
+
+def test_merge_averages_two_checkpoints(tmp_path: Path) -> None:
+    for name, value in (("from", 1.0), ("to", 3.0)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.full((2, 2), value)}, tmp_path / name / "model.safetensors")
+    (tmp_path / "to" / "config.json").write_text("{}")
+    assert merge([str(tmp_path / "from"), str(tmp_path / "to"), "--share", "0.75", "--out", str(tmp_path / "out")]) == 0
+    mixed = load_file(tmp_path / "out" / "model.safetensors")["w"]
+    assert torch.equal(mixed, torch.full((2, 2), 2.5, dtype=torch.bfloat16))
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("start", "share", "words"),
+    [
+        ("from", "nan", "--share nan: a number from 0 to 1"),
+        ("from", "7", "--share 7.0: a number from 0 to 1"),
+        ("missing", "0.5", "missing: there is no folder of this name that holds"),
+        ("from", "0.5", "w is missing or of another shape"),
+        ("broken", "0.5", "eader"),
+    ],
+)
+def test_merge_refuses_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str, share: str, words: str
+) -> None:
+    for name, shape in (("from", (2, 3)), ("to", (2, 2)), ("broken", (1, 1))):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.zeros(shape)}, tmp_path / name / "model.safetensors")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no tensors in here")
+    assert merge([str(tmp_path / start), str(tmp_path / "to"), "--share", share, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and words in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()

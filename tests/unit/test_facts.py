@@ -18,7 +18,7 @@ from fp4ward.checkpoint.index import Index, open_index
 from fp4ward.errors import UserError
 from fp4ward.facts import nemotron_h
 from fp4ward.facts.qwen3_5 import REQUIRED_VALUES
-from fp4ward.parallel.placement import Experts, Shard, ranges
+from fp4ward.parallel.placement import Experts, Replicate, Shard, ranges
 from tests.build import FIXTURES
 
 MOE, DENSE = "q35moe-w4a16-modelopt", "q35dense-vl-mixed-w4a16-fp8-modelopt"
@@ -169,6 +169,15 @@ def test_1856_rows_are_cut_into_29_units() -> None:  # F25
     in_proj = slots["layers.0.mixer.in_proj"].placement
     assert isinstance(in_proj, Shard)
     assert ranges(in_proj, 648, 1, 2) == [(128, 256), (384, 512), (544, 576), (608, 640), (644, 648)]  # z, x, B, C, dt
+
+
+def test_the_head_is_cut_by_rows_and_the_embedding_is_whole() -> None:
+    """A head that every rank held whole would fit small plans and starve big ones."""
+    for fixture, table in ((NEMOTRON, "embeddings"), (MOE, "embed_tokens"), (DENSE, "embed_tokens")):
+        i = index(fixture)
+        known = facts.load(i.config)
+        slots = {s.name: s for s in known.weights(known.parse(i.config))}
+        assert slots["lm_head"].placement == Shard(0) and slots[table].placement == Replicate(), fixture
 
 
 def test_a_model_without_a_forward_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

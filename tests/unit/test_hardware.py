@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4ward.errors import UserError
-from fp4ward.hardware import GIB, ROWS, detect, parse
+from fp4ward.hardware import GIB, ROWS, detect, parse, seen
 
 
 def test_every_row_makes_sense() -> None:
@@ -31,7 +31,9 @@ def test_every_row_makes_sense() -> None:
         ("h100_nvl", "H100-NVL"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA L40S", "L40S"), ("4090", "RTX-4090"),
         ("rtx5090", "RTX-5090"), ("NVIDIA GeForce RTX 5090", "RTX-5090"), ("cpu", "cpu"), ("GB10", "GB10"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"), ("pro6000", "RTX-PRO-6000"),
-        ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA B200", "B200"), ("b300", "B300"),
+        ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA B200", "B200"), ("b300", "B300"), ("NVIDIA H20-3e", "H20-141"),
+        ("NVIDIA GH200 144G HBM3e", "GH200-144"), ("gh200-144", "GH200-144"), ("H20 96GB", "H20"),
+        ("H100 NVL 94GB", "H100-NVL"), ("H100 96GB,mem=95,bw=3350", "H100"), ("H20,mem=141", "H20-141"),
     ],
 )  # fmt: skip
 def test_names_in_any_spelling(text: str, name: str) -> None:
@@ -43,9 +45,11 @@ def test_numbers_make_a_machine_and_change_one() -> None:
     assert (own.sm, own.memory, own.bandwidth, own.bf16) == (90, 141 * GIB, 4.8e12, 989e12)
     assert own.f32 > 0 and not own.fp4
     assert parse("sm=120,mem=32,bw=1792,bf16=209,fp4=1676").fp4 == 1.676e15
-    changed = parse("h20,mem=139.5")
-    assert changed == dataclasses.replace(parse("H20"), memory=int(139.5 * GIB), source=changed.source)
+    changed = parse("h20,mem=90.5")
+    assert changed == dataclasses.replace(parse("H20"), memory=int(90.5 * GIB), source=changed.source)
     assert "--gpu" in changed.source
+    for text, sm in (("9.0", 90), ("90", 90), ("10.3", 103), ("121", 121), ("7.5", 75)):
+        assert parse(f"sm={text},mem=141,bw=4800,bf16=989").sm == sm
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,9 @@ def test_numbers_make_a_machine_and_change_one() -> None:
         ("H200,mem=-1", "not one plain number"),
         ("H200,mem=nan", "not one plain number"), ("H200,mem=1,mem=2", "not one"), ("mem=1,H200", "no key=number"),
         ("H200,bf16=0", "above 0"), ("cpu,bf16=3", "above 0"), ("RTX 6000 Ada", "known are"),
+        ("A100-SXM4-40GB", "A100 has 79 GiB; give"), ("H100 96GB", "H100 has 79 GiB"),
+        ("RTX 4090 Laptop", "not known"),
+        *((f"H200,sm={n}", "from 50 to 130") for n in ("999", "9", "0.9", "49", "90.0", "9.00", "1000", "131")),
     ],
 )  # fmt: skip
 def test_what_is_no_machine_gets_a_sentence(text: str, word: str) -> None:
@@ -75,18 +82,32 @@ def test_any_text_is_a_machine_or_a_sentence(text: str) -> None:
         assert row.memory > 0 and row.bandwidth > 0 and (row.bf16 or row.f32) > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "gib", "row", "memory"),
+    [
+        ("NVIDIA H20-3e", 139.7, "H20-141", 139.7), ("NVIDIA GH200 144G HBM3e", 142.5, "GH200-144", 142.0),
+        ("NVIDIA H20", 95.6, "H20", 95.0), ("NVIDIA H20", 140.4, "H20-141", 139.7),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100", 39.4), ("NVIDIA H100 96GB", 94.5, "H100", 94.5),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.75, "H100", 9.75),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, "NVIDIA GeForce RTX 4090 Laptop GPU", 15.6),
+    ],
+)  # fmt: skip
+def test_of_one_name_the_row_closest_in_memory_is_seen(name: str, gib: float, row: str, memory: float) -> None:
+    found = seen(name, 90, int(gib * GIB))
+    assert (found.name, found.memory) == (row, int(memory * GIB))
+
+
 def test_the_driver_is_asked_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
     here = detect()  # no such tool
     assert here.cpu and here.memory > GIB
-    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771'\necho 'NVIDIA H200, 143771'\n")
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 9.0, 143771'\necho 'NVIDIA H200, 9.0, 143771'\n")
     tool.chmod(0o755)
     assert detect() == parse("H200")
-    tool.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 40960'\n")  # less memory than the row says
+    tool.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 8.0, 40960'\n")  # less memory than the row says
     assert detect().memory == 40 * GIB
-    tool.write_text("#!/bin/sh\necho 'Tesla V100-SXM2-16GB, 16160'\n")
-    with pytest.raises(UserError, match="Tesla V100"):
-        detect()
+    tool.write_text("#!/bin/sh\necho 'NVIDIA A10G, 8.6, 23028'\n")  # no row: as the engine sees it
+    assert detect() == seen("NVIDIA A10G", 86, 23028 << 20) and "assumed" in detect().source
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' ; exit 9\n")
     assert detect().cpu

@@ -316,10 +316,27 @@ def test_what_documents_say_to_type_exists(document: Path) -> None:
         assert flags <= set(commands[name]._option_string_actions), f"{document.name}: fp4ward {name}{rest}"
 
 
+def test_the_readme_names_every_command() -> None:
+    from fp4ward.flags import parser
+
+    (commands,) = (a.choices for a in parser()._actions if a.dest == "command")
+    assert set(commands or ()) <= set(re.findall(r"\bfp4ward ([a-z]+)", code_of(REPO / "README.md")))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
         assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_numbers_that_tests_cite_are_explained() -> None:
+    """`# B19`, `# F17`; F32 and F64 are types."""
+    cited = set()
+    for path in (REPO / "tests").rglob("*.py"):
+        comments = re.findall(r"# (.*)", path.read_text())
+        cited |= {number for text in comments for number in re.findall(r"\b[BF][1-9][0-9]?\b", text)}
+    explained = re.findall(r"^\| ([BF]\d+) \|", (REPO / "docs" / "CITED.md").read_text(), re.M)
+    assert sorted(explained) == sorted(cited - {"F32", "F64"})
 
 
 def test_the_support_table_lists_what_the_code_knows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -207,7 +208,7 @@ def test_the_largest_published_model_is_planned_on_eight_h20(public: Callable[[s
 
 def test_the_floor_of_a_step_is_what_was_worked_out_by_hand(public: Callable[[str], Subject]) -> None:
     """Qwen3.6-35B-A3B on an H200: 2.3 GB at one token, 26 GB at 64, at the 4.47 TB/s that were measured."""
-    made = make(public("nvidia/Qwen3.6-35B-A3B-NVFP4"))
+    made = make(public("nvidia/Qwen3.6-35B-A3B-NVFP4"), max_num_seqs=64)
     assert made.step_us(0, floor=True) == pytest.approx(520, rel=0.05)
     assert made.step_us(2, floor=True) == pytest.approx(5900, rel=0.05)
 
@@ -246,6 +247,13 @@ def test_a_kernel_that_has_not_run_on_a_gpu_waits_to_be_asked_for(subject: Calla
     (plain,) = [p for p in make(subject(name), "H200").layers if p.layer.path == path]
     assert plain.layer.stored.endswith("W8A8")
     assert "--kernel linear=torch_w8a8_linear asks for it" in dict(plain.choice.rejected)["torch_w8a8_linear"]
+    fast = dataclasses.replace(next(s for s in SPECS if s.name == "torch_w4a4_linear"), memory=1.0, compute=1.0)
+    (wide,) = [
+        p
+        for p in make(subject("q35moe-nvfp4-w4a4-modelopt"), "B200", specs=(*SPECS, fast)).layers
+        if p.layer.path == "lm_head"
+    ]
+    assert "torch_w4a4_linear" not in {pick.kernel.name for pick in wide.choice.picks}
     wish = ("linear=torch_w8a8_linear,torch_linear,triton_w4a16_linear",)
     (asked,) = [p for p in make(subject(name), "H200", kernel=wish).layers if p.layer.path == path]
     assert {pick.kernel.name for pick in asked.choice.picks} == {"torch_w8a8_linear"}
@@ -274,6 +282,8 @@ def test_w4a4_on_fp4_cores_says_which_kernel_runs_it(subject: Callable[[str], Su
     forced = {"gpu": gpu, "kernel": ["linear=torch_w4a4_linear,torch_linear"]}
     made = make(subject("q35moe-nvfp4-w4a4-modelopt"), **forced)
     assert kernels(made, "self_attn.q_proj") == {"torch_w4a4_linear"}
+    q = next(p for p in made.layers if p.layer.path == "layers.3.self_attn.q_proj")
+    assert (q.copies(tied=False), q.copies(tied=True)) == (0, 0.125)  # it shares the stored codes, a ninth are scales
     with pytest.raises(UserError, match=r"quantizes its input to nvfp4, which this layer .nvfp4 W4A16. does not allow"):
         make(subject("q35moe-vl-mixed-w4a16-fp8-modelopt"), **forced)  # never promoted
 
@@ -308,6 +318,23 @@ def test_experts_that_differ_by_json_are_refused(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(quant))
     with pytest.raises(UserError, match=r"experts of one layer must share a format.*experts\.3\.gate_proj"):
         pieces.read(tmp_path)
+
+
+def test_nvfp4_of_odd_rows_is_refused_by_json_alone(tmp_path: Path) -> None:
+    for part in ("config", "hf_quant_config"):
+        shutil.copyfile(
+            Path(__file__).parent.parent / "fixtures" / FIXTURES[0] / f"{part}.json", tmp_path / f"{part}.json"
+        )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.get("text_config", config)["hidden_size"] = 7
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gc.disable()
+    try:
+        with pytest.raises(UserError, match="nvfp4 needs rows in multiples of 16, config"):
+            pieces.read(tmp_path)
+        assert not gc.isenabled()  # as the caller had it
+    finally:
+        gc.enable()
 
 
 def test_a_forced_kernel_runs_or_the_plan_fails(subject: Callable[[str], Subject]) -> None:
@@ -408,7 +435,7 @@ def test_no_kernel_names_every_rejection(subject: Callable[[str], Subject]) -> N
 
 
 def test_what_is_not_installed_is_never_chosen(subject: Callable[[str], Subject]) -> None:
-    fast = KernelSpec("fast", "experts", ("nvfp4",), "nowhere", specs.NEVER_RUN, memory=1.0, compute=1.0)
+    fast = KernelSpec("fast", "experts", ("nvfp4",), "nowhere", specs.TESTED, memory=1.0, compute=1.0)
     made = make(subject("q35moe-w4a16-modelopt"), specs=(fast, *SPECS))
     assert kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
     rejected = dict(next(p for p in made.layers if p.layer.op == "experts").choice.rejected)
@@ -439,11 +466,31 @@ def test_regimes_may_run_different_kernels(subject: Callable[[str], Subject]) ->
     assert "few (1, 2-16), triton_w4a16_experts (17-64, prefill)" in plan_text.render(made)
 
 
+@pytest.mark.parametrize(
+    ("most", "sequences", "adp", "names", "decodes"),
+    [
+        (2048, 16, 1, ["1", "2-16", "17-64", "prefill"], 2), (2048, 256, 1, ["1", "2-16", "17-64", "prefill"], 3),
+        (32, 16, 1, ["1", "2-16", "17-32"], 2), (2048, 1, 1, ["1", "2-16", "17-64", "prefill"], 1),
+        (2048, 24, 1, ["1", "2-16", "17-24", "25-64", "prefill"], 3), (1, 1, 1, ["1"], 1),
+        (2048, 16, 4, ["1", "2-16", "17-64", "prefill"], 3),
+    ],
+)  # fmt: skip
+def test_regimes_are_steps_that_can_happen(
+    subject: Callable[[str], Subject], most: int, sequences: int, adp: int, names: list[str], decodes: int
+) -> None:
+    limits = {"max_num_batched_tokens": most, "max_num_seqs": sequences}
+    made = make(subject("q35moe-w4a16-modelopt"), layout=Layout(adp, adp, adp), **limits)
+    assert [r.name for r in made.regimes] == names
+    assert [r.prompt for r in made.regimes] == [i >= decodes for i in range(len(names))]
+    assert [r.least for r in made.regimes] == [1, *(r.tokens + 1 for r in made.regimes[:-1])]
+    assert made.regimes[-1].tokens == most and plan_text.render(made).count("\n  decode ") == decodes
+
+
 # --- weights and activations are two facts ----------------------------------------------------------------------------
 
 
 def test_quantized_activations_are_for_layers_that_take_them(subject: Callable[[str], Subject]) -> None:
-    w4a4 = KernelSpec("w4a4", "linear", ("nvfp4",), "linear", specs.NEVER_RUN, 100, input="nvfp4", compute=1, memory=1)
+    w4a4 = KernelSpec("w4a4", "linear", ("nvfp4",), "linear", specs.TESTED, 100, input="nvfp4", compute=1, memory=1)
     rows, q = (w4a4, *SPECS), "layers.3.self_attn.q_proj"
     made = make(subject("q35moe-nvfp4-w4a4-modelopt"), "B200", specs=rows)  # B2, B14
     assert plan.may_quantize_activations(q, made)
@@ -777,9 +824,14 @@ def test_what_does_not_fit_says_what_to_change(public: Callable[[str], Subject])
     lone = make(s, "sm=90,mem=4,bw=1,bf16=1")
     assert lone.failures[0].endswith("weights take 19.5")
     laptop = make(s, "cpu,mem=25")  # the default cache is too much for it, a smaller one is not
-    assert laptop.failures[-1].startswith("--kv-cache-memory-bytes ") and laptop.failures[-1].endswith("GiB fits")
-    size = float(laptop.failures[-1].split()[1].removesuffix("GiB"))
-    assert make(s, "cpu,mem=25", kv_cache_memory_bytes=int(size * 2**30)).failures == ()
+    assert laptop.failures[-1].startswith("--kv-cache-memory-bytes ") and laptop.failures[-1].endswith("MiB fits")
+    size = int(laptop.failures[-1].split()[1].removesuffix("MiB")) << 20
+    assert make(s, "cpu,mem=25", kv_cache_memory_bytes=size).failures == ()
+    asked = make(s, max_num_seqs=2, max_model_len=4096, kv_cache_memory_bytes=1)  # not all that there is
+    size = int(asked.failures[-1].split()[1].removesuffix("MiB")) << 20
+    assert 0 <= size - 2 * 256 * asked.memory.page <= 2**20
+    enough = make(s, max_num_seqs=2, max_model_len=4096, kv_cache_memory_bytes=size)
+    assert enough.failures == () and enough.memory.context == 4096
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -56,6 +56,12 @@ def test_names_from_a_checkpoint_are_text(tmp_path):
     assert "&lt;img src=x onerror" in dom.partition("</main>")[0]
 
 
-def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
-    assert cli.main(["plan", str(FIXTURE), "--gpu", "cpu", "--html", str(tmp_path / "no" / "plan.html")]) == 2
-    assert "fp4ward: error:" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_is_one_sentence_before_planning(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fp4ward.pieces.read", lambda *_: pytest.fail("it was planned"))
+    for path, why in (
+        (str(tmp_path / "no" / "plan.html"), f"{tmp_path}/no/plan.html: its folder does not exist"),
+        (str(tmp_path), f"{tmp_path}: Is a directory; a file is expected"),
+        ("", "'': Is a directory; a file is expected"),
+    ):
+        assert cli.main(["plan", str(FIXTURE), "--gpu", "cpu", "--html", path]) == 2
+        assert capsys.readouterr().err == f"fp4ward: error: {why}\n"
