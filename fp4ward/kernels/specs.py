@@ -125,6 +125,10 @@ SPECS: tuple[KernelSpec, ...] = (
         compute=0.25, launches=(0.6, 0),
     ),
     KernelSpec(
+        "cuda_w4a16_experts", "experts", ("nvfp4",), "cuda_experts", ON_CPU, function="experts", prepare="prepare",
+        min_sm=80, dtypes=(BF16, F16), n_div=16, k_div=16, tokens=(1, 256), memory=0.75, compute=0.35, launches=(3, 0),
+    ),
+    KernelSpec(
         "torch_w8a8_linear", "linear", ("fp8_tensor", "fp8_channel"), "scaled_mm", ON_CPU, function="fp8_linear",
         min_sm=89, dtypes=(BF16,), n_div=16, k_div=16, input="fp8", launches=(9, 0),
     ),

@@ -1,0 +1,399 @@
+"""Routing and experts for few tokens with NVFP4 weights, exact, in three launches: experts.cu, and its choice.
+
+Legend: T tokens, E experts on this rank, I expert width, H hidden, k experts a token, P = T k pairs, S of a block.
+
+Layout. cuda_linear's records, of all experts one after the other: up [E, 2 I / 16, H / 128, 1152], where a tile's first
+8 rows are gate's and the others the same 8 of up (ungated: [E, I / 16, ...], up's rows as they are), and down
+[E, H / 16, I / 128, 1152]. Shared experts are the last; one that is s times as wide is s experts.
+
+Bytes. 0.5625 * 3 I H (ungated 2 I H) once for each expert that is met, then about 4 P I for h, from L2.
+
+Loses from about 40 pairs an expert on: each further block of S pairs decodes the expert's weights again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4ward.formats.formats import NVFP4
+from fp4ward.formats.weight import Weight
+from fp4ward.kernels import cuda_linear, nvrtc
+from fp4ward.kernels.cuda_linear import COLUMNS, DTYPES, H200, RECORD, ROWS, Gpu, Launch, gpu_of
+from fp4ward.kernels.nvrtc import Source
+
+FILE = "experts.cu"
+MAX_PAIRS = 4096  # of one round of launches; more go in several
+CHUNK = 1 << 28  # weights of a matrix that prepare lays out at once: 600 MiB of scratch for gate and up
+ROUTE_WARPS, RUNS = 16, 16
+LOGITS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# Worth measuring against what `choose` takes: defines of gate_up, of down
+VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "chosen": ({}, {}),
+    "8 warps": ({"WARPS": 8}, {"WARPS": 8}),
+    "8 warps up": ({"WARPS": 8}, {}),
+    "8 warps x2": ({"WARPS": 8, "CTAS": 2}, {"WARPS": 8, "CTAS": 2}),
+    "parts 4": ({"PARTS": 4}, {}),
+    "parts 8": ({"PARTS": 8}, {}),
+    "parts 16": ({"PARTS": 16}, {}),
+    "down parts 1": ({}, {"PARTS": 1}),
+    "down parts 2": ({}, {"PARTS": 2}),
+    "down parts 4": ({}, {"PARTS": 4}),
+    "blocks of 8": ({"NT": 1}, {}),
+    "blocks of 16": ({"NT": 2}, {}),
+    "shallow": ({"RECORDS": 4}, {"RECORDS": 4}),
+    "deep": ({"RECORDS": 16}, {"RECORDS": 16}),
+    "spill": ({}, {"SPILL": 1}),
+    "no pdl": ({"PDL": 0}, {"PDL": 0}),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Experts as the kernels read them; see above. up_scale f32 [E, rows], down_scale f32 [E, H]. E with the shared."""
+
+    up: Tensor
+    up_scale: Tensor
+    down: Tensor
+    down_scale: Tensor
+    gated: bool
+    shared: int
+    shape: tuple[int, int, int]  # E, I, H
+
+
+class Routing(NamedTuple):
+    """weights f32 [T, k], slots int32 [T, k] (negative: of no expert here), and the list of blocks of them."""
+
+    weights: Tensor
+    slots: Tensor
+    list: Tensor
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def prepare(*weights: Weight, shared: Sequence[Weight] = ()) -> Prepared:
+    """gate, up [E, I, H] and down [E, H, I], or up and down of experts without a gate; shared: the same [s I, H] and
+    [H, s I] of a shared expert. All NVFP4, I and H multiples of 16; AssertionError otherwise.
+
+    They are left as they are. Scratch: under 1 GiB, some experts at a time.
+    """
+    *rows, down = weights
+    count, width, hidden = rows[0].shape
+    assert len(weights) in (2, 3) and all(w.shape == (count, width, hidden) for w in rows)
+    assert down.shape == (count, hidden, width) and width % 16 == 0 and hidden % 16 == 0
+    assert all(w.format.name == "nvfp4" for w in (*weights, *shared)), "the CUDA kernels read NVFP4 experts"
+    more = 0
+    if shared:
+        more = shared[0].shape[0] // width
+        assert len(shared) == len(weights) and shared[-1].shape == (hidden, more * width)
+        assert all(w.shape == (more * width, hidden) for w in shared[:-1])
+
+    def part(w: Weight, start: int) -> Weight:  # some experts from `start` on, or all shared ones
+        if start < count:
+            step = max(1, CHUNK // (hidden * width))
+            return Weight(NVFP4, {name: p[start : start + step] for name, p in w.parts.items()})
+        own = shared[next(i for i, one in enumerate(weights) if one is w)]
+        cuts = [(i * width, (i + 1) * width) for i in range(more)]
+        found = [own.columns(*cut) if w is down else own.rows(*cut) for cut in cuts]
+        return Weight(NVFP4, {name: _stacked([f.parts[name] for f in found], 0) for name in NVFP4.components})
+
+    def laid(matrices: Sequence[Weight], n: int, k: int) -> tuple[Tensor, Tensor]:
+        tiles, steps = n // ROWS, -(-k // COLUMNS)
+        records = torch.empty(count + more, tiles, steps, RECORD["nvfp4"], dtype=torch.uint8, device=down.device)
+        scale = torch.empty(count + more, n, device=down.device)
+        start = 0
+        while start < count + more:
+            cut = [part(w, start).parts for w in matrices]
+            stop = start + cut[0]["packed"].shape[0]
+            flat = {name: _woven([c[name] for c in cut]) for name in NVFP4.components}
+            made = cuda_linear.prepare(Weight(NVFP4, flat))
+            records[start:stop] = made.records.view(stop - start, tiles, steps, -1)
+            scale[start:stop] = flat["global_scale"].view(stop - start, n)
+            start = stop
+        return records, scale
+
+    return Prepared(
+        *laid(rows, len(rows) * width, hidden), *laid([down], hidden, width), len(rows) == 2, more,
+        (count + more, width, hidden),
+    )  # fmt: skip
+
+
+def restore(made: Prepared) -> list[Weight]:
+    """The weights again, shared experts behind the others, but for what cuda_linear.restore cannot bring back."""
+    count, width, hidden = made.shape
+    found = []
+    for records, scale, n, k in ((made.up, made.up_scale, -1, hidden), (made.down, made.down_scale, hidden, width)):
+        flat = cuda_linear.Prepared(NVFP4, (scale.numel(), k), records.flatten(0, 1), scale.flatten())
+        parts = cuda_linear.restore(flat).parts
+        if n < 0 and made.gated:
+            both = {name: p.view(count, width // 8, 2, 8, *p.shape[1:]) for name, p in parts.items()}
+            halves = [{name: p[:, :, i].flatten(1, 2) for name, p in both.items()} for i in (0, 1)]
+        else:
+            halves = [{name: p.view(count, -1, *p.shape[1:]) for name, p in parts.items()}]
+        found += [Weight(NVFP4, half) for half in halves]
+    return found
+
+
+def _woven(parts: Sequence[Tensor]) -> Tensor:
+    """[E, N, ...] of one matrix, or of two 8 rows in turn -> [E N, ...]."""
+    if len(parts) == 1:
+        return parts[0].flatten(0, 1)
+    return _stacked([p.unflatten(1, (-1, 8)) for p in parts], 2).flatten(0, 3)
+
+
+def _stacked(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """torch.stack, of FP8 too."""
+    as_bytes = [p.view(torch.uint8) if p.element_size() == 1 else p for p in parts]
+    return torch.stack(as_bytes, dim).view(parts[0].dtype)
+
+
+# --- choice -----------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """size: pairs of a block, at most `bound` blocks. spill: bytes of scratch."""
+
+    size: int
+    bound: int
+    up: Launch
+    down: Launch
+    spill: int
+
+
+def _cut(steps: int, nt: int, tuning: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Ways to share K: (warps, records of each), none of them without work. Registers hold 64 values of x."""
+    warps = tuning.get("WARPS", 16)
+    ways = {(-(-steps // span), span) for span in range(1, 4 // nt + 1)}
+    return [(p, s) for p, s in sorted(ways) if p <= warps and tuning.get("PARTS", p) == p]
+
+
+def choose(
+    tokens: int, top_k: int, shape: tuple[int, int, int], shared: int, gated: bool, gpu: Gpu,
+    up: Mapping[str, int], down: Mapping[str, int],
+) -> Plan:  # fmt: skip
+    """top_k: with the shared experts. up, down: defines that override the choice (PARTS, RECORDS: in flight a warp)."""
+    count, width, hidden = shape
+    pairs, k_steps, i_steps = tokens * top_k, -(-hidden // COLUMNS), -(-width // COLUMNS)
+    routed = max(1, count - shared)
+    nt = up.get("NT", 2 if tokens * (top_k - shared) > 6 * routed else 1)
+    nt = nt if _cut(k_steps, nt, up) and _cut(i_steps, nt, down) else 1
+    size = 8 * nt
+    bound = (pairs + (size - 1) * min(pairs, count)) // size
+    hit = routed * (1 - (1 - min(1.0, (top_k - shared) / routed)) ** tokens)
+    blocks = min(bound, math.ceil(max(hit, tokens * (top_k - shared) / size)) + shared * -(-tokens // size))
+    lists = -(-2 * bound * (1 + size) // 16) * 16
+    made = []
+    for entry, tuning, steps, tiles in (
+        ("gate_up", up, k_steps, (2 if gated else 1) * width // ROWS),
+        ("down", down, i_steps, hidden // ROWS),
+    ):
+        warps, ctas = tuning.get("WARPS", 16), tuning.get("CTAS", 1)
+        room, best = gpu.room // ctas - (1024 if ctas > 1 else 0), None
+        for parts, span in _cut(steps, nt, tuning):
+            groups = warps // parts
+            grid = gpu.sms * ctas if entry == "gate_up" else min(tiles, gpu.sms * ctas)
+            if entry == "gate_up":
+                items, most = (-(-b * tiles // (grid * groups)) for b in (blocks, bound))
+                fixed, spill = 2 * warps * nt * 512 + lists, 0
+            else:
+                items, most = (-(-b // groups) * -(-tiles // grid) for b in (blocks, bound))
+                rows = parts * pairs * 64
+                fixed = rows + -(-4 * pairs // 16) * 16 + lists
+                spill = tuning.get("SPILL", int(fixed + 4 * groups * parts * RECORD["nvfp4"] > room))
+                fixed -= rows * spill
+            ring = 1 << max(0, (tuning.get("RECORDS", 8) // span).bit_length() - 1)
+            slots = groups * parts * span * RECORD["nvfp4"]
+            while ring > 1 and fixed + min(ring, most) * slots > room:
+                ring //= 2
+            if fixed + min(ring, most) * slots <= room:
+                cost = items * span * (1 + 0.02 * parts)
+                defines = {"NT": nt, "SPAN": span, "RING": ring, "WARPS": warps, "CTAS": ctas}
+                defines |= {"GATED": int(gated), "GATE_UP": 1} if entry == "gate_up" else {"SPILL": spill, "DOWN": 1}
+                launch = Launch(
+                    defines, entry, (grid, 1, 1), groups * parts * 32, fixed + min(ring, most) * slots, (parts,)
+                )
+                if best is None or cost < best[0]:
+                    best = cost, launch, spill * grid * parts * pairs * 64
+        assert best is not None, f"experts {shape}, {pairs} pairs: {entry} with {dict(tuning)} does not fit {gpu}"
+        made.append(best)
+    return Plan(size, bound, made[0][1], made[1][1], made[1][2])
+
+
+def _source(entry: str, defines: Mapping[str, int], half: bool = False) -> Source:
+    return Source(FILE, tuple({"HALF": int(half), "PDL": 1, **defines}.items()), entry)
+
+
+def _route_source(entry: str, experts: int) -> Source:
+    each = next(e for e in (4, 8, 16, 32) if experts <= 32 * e) if entry == "route" else 1
+    return _source(entry, {"ROUTE": 1, "EACH": each, "WARPS": ROUTE_WARPS})
+
+
+def sources(sm: int) -> list[Source]:
+    """What `choose` takes for experts up to 7168 wide and any number of tokens on GPUs of this SM."""
+    gpu, found = gpu_of(sm, H200.sms), [_route_source("listing", 1)]
+    found += [_route_source("route", e) for e in (128, 256, 512, 1024)]
+    sizes = [16 << i for i in range(9)] + [384, 1856, 2688, 7168]
+    for tokens in (1, 4, 16, 64, 256):
+        for e, k, gated in ((256, 8, True), (512, 10, True), (128, 6, False)):
+            for a in sizes:
+                made = (choose(tokens, k, (e, *s), 0, gated, gpu, {}, {}) for s in ((a, 2688), (1856, a)))
+                for plan in made:
+                    for launch in (plan.up, plan.down):
+                        found += [_source(launch.entry, launch.defines, half) for half in (False, True)]
+    return list(dict.fromkeys(found))
+
+
+def _gpu(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    return gpu_of(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+@functools.cache
+def _plan(
+    tokens: int, top_k: int, shape: tuple[int, int, int], shared: int, gated: bool, half: bool, device: torch.device,
+    up: Any, down: Any,
+) -> tuple[Plan, nvrtc.Kernel, nvrtc.Kernel]:  # fmt: skip
+    plan = choose(tokens, top_k, shape, shared, gated, _gpu(device), dict(up), dict(down))
+    first, second = (nvrtc.kernel(_source(m.entry, m.defines, half), device) for m in (plan.up, plan.down))
+    return plan, first, second
+
+
+# --- the launches -----------------------------------------------------------------------------------------------------
+
+
+def expert_map(copies: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+    """Of each expert the slots of its copies, -1 for one on another rank -> int32 [E, C]; every rank gives them in the
+    same order. Token t takes copy t % (their number); an expert without any is left out."""
+    width = math.lcm(*(max(1, len(c)) for c in copies))
+    return torch.tensor([(list(c) or [-1]) * (width // max(1, len(c))) for c in copies], dtype=torch.int32).to(device)
+
+
+@functools.cache
+def _ticket(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _list_room(pairs: int, local: int) -> int:
+    """Bytes of shared memory for a list."""
+    return 4 * (min(RUNS, -(-pairs // 32) or 1) * local + local + ROUTE_WARPS)
+
+
+def _new_list(size: int, bound: int, device: torch.device) -> Tensor:
+    return torch.empty(1 + bound * (1 + size), dtype=torch.int32, device=device)
+
+
+def route(
+    logits_TE: Tensor, top_k: int, prepared: Prepared, dtype: torch.dtype, *, sigmoid: bool = False,
+    bias_E: Tensor | None = None, groups: int = 1, top_groups: int = 1, normalize: bool = True, factor: float = 1.0,
+    copies_EC: Tensor | None = None, shared_gate_T: Tensor | None = None, pdl: bool = True,
+    up: Mapping[str, int] | None = None, down: Mapping[str, int] | None = None,
+) -> Routing:  # fmt: skip
+    """experts.route's choice for `prepared`'s slots, and its list for `run` with activations of `dtype`, in one launch.
+
+    logits: f32, bf16 or f16, a row contiguous. Shared experts come last among a token's, with weight
+    sigmoid(shared_gate_T) (of the logits' type, any stride) or 1. At most MAX_PAIRS pairs.
+    """
+    (tokens, experts), local = logits_TE.shape, prepared.shape[0]
+    k = top_k + prepared.shared
+    assert logits_TE.dtype in LOGITS and logits_TE.stride(1) == 1 and experts <= 1024 and k <= 32
+    assert experts % groups == 0 and groups <= 32 and 1 <= top_k <= experts // groups * top_groups
+    assert copies_EC is not None or experts == local - prepared.shared, "some experts have no slot and there is no map"
+    assert copies_EC is None or (copies_EC.dtype == torch.int32 and copies_EC.is_contiguous())
+    assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
+    assert shared_gate_T is None or shared_gate_T.dtype == logits_TE.dtype
+    assert tokens * k <= MAX_PAIRS, f"{tokens * k} pairs, at most {MAX_PAIRS}"
+    device = logits_TE.device
+    weights = torch.empty(tokens, k, device=device)
+    slots = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    if tokens == 0:
+        return Routing(weights, slots, slots.flatten())
+    options = tuple(sorted((up or {}).items())), tuple(sorted((down or {}).items()))
+    half = dtype == torch.float16
+    plan, *_ = _plan(tokens, k, prepared.shape, prepared.shared, prepared.gated, half, device, *options)
+    blocks = _new_list(plan.size, plan.bound, device)
+    source = _route_source("route", experts)
+    each = dict(source.defines)["EACH"]
+    room = max(ROUTE_WARPS * 32 * 4 * int(each), _list_room(tokens * k, local)) + ROUTE_WARPS * 128
+    nvrtc.kernel(source, device)(
+        (-(-tokens // ROUTE_WARPS), 1, 1), ROUTE_WARPS * 32, room,
+        logits_TE, bias_E, copies_EC, shared_gate_T, slots, weights, blocks, _ticket(device),
+        tokens, experts, logits_TE.stride(0), LOGITS[logits_TE.dtype], top_k, int(sigmoid), groups, top_groups,
+        int(normalize), float(factor), 1 if copies_EC is None else copies_EC.shape[1], local, prepared.shared,
+        0 if shared_gate_T is None else shared_gate_T.stride(0), plan.size, plan.bound, pdl=pdl,
+    )  # fmt: skip
+    return Routing(weights, slots, blocks)
+
+
+def run(
+    x_TH: Tensor, w: Prepared, routing: Routing, up: Mapping[str, int] | None = None,
+    down: Mapping[str, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, H] bf16 or f16 -> [T, H], in two launches; up, down: as at `choose`, the same that made the list."""
+    (tokens, hidden), k, width = x_TH.shape, routing.slots.shape[1], w.shape[1]
+    assert x_TH.dtype in DTYPES and hidden == w.shape[2] and routing.slots.shape[0] == tokens
+    y = torch.empty(tokens, hidden, dtype=x_TH.dtype, device=x_TH.device)
+    if tokens == 0 or k == 0:
+        return y.zero_()
+    x = x_TH
+    pitch = x.stride(0) if tokens > 1 else hidden
+    if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:
+        x, pitch = x.clone(memory_format=torch.contiguous_format), hidden
+    options = tuple(sorted((up or {}).items())), tuple(sorted((down or {}).items()))
+    plan, first, second = _plan(tokens, k, w.shape, w.shared, w.gated, x.dtype == torch.float16, x.device, *options)
+    h = torch.empty(tokens * k, width, dtype=x.dtype, device=x.device)
+    spill = torch.empty(plan.spill // 4, device=x.device) if plan.spill else None
+    a, b = plan.up, plan.down
+    first(
+        a.grid, a.threads, a.shared, w.up, w.up_scale, x, routing.list, h,
+        plan.bound, w.up_scale.shape[1], hidden, pitch, *a.extra, k, pdl=dict(options[0]).get("PDL", 1) > 0,
+    )  # fmt: skip
+    second(
+        b.grid, b.threads, b.shared, w.down, w.down_scale, h, routing.list, routing.slots, routing.weights, spill, y,
+        plan.bound, hidden, width, *b.extra, k, tokens, pdl=dict(options[1]).get("PDL", 1) > 0,
+    )  # fmt: skip
+    return y
+
+
+checked = False  # tests: look for an expert that a token has twice; the host waits for the device
+
+
+def experts(
+    x_TH: Tensor, w: Prepared, weights_Tk: Tensor, ids_Tk: Tensor, up: Mapping[str, int] | None = None,
+    down: Mapping[str, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """What kernels.experts' references compute, of `prepare`d weights: x [T, H] bf16 or f16; weights of a float type;
+    ids int32 or int64 of experts here (others contribute nothing), no two of a token's the same.
+
+    In three launches for up to MAX_PAIRS choices. Equal inputs give equal bits. Graph-capturable, but for the first
+    call of a kernel.
+    """
+    tokens, k = ids_Tk.shape
+    assert weights_Tk.shape == ids_Tk.shape and tokens == x_TH.shape[0] and 1 <= k <= MAX_PAIRS
+    assert ids_Tk.dtype in (torch.int32, torch.int64), f"expert ids must be integers, not {ids_Tk.dtype}"
+    if checked:
+        ids = torch.where((ids_Tk >= 0) & (ids_Tk < w.shape[0]), ids_Tk, -1 - torch.arange(k, device=ids_Tk.device))
+        assert not (ids.sort(-1)[0].diff(dim=-1) == 0).any(), "a token has an expert twice"
+    if tokens * k > MAX_PAIRS:
+        step = MAX_PAIRS // k
+        cuts = [slice(at, at + step) for at in range(0, tokens, step)]
+        return torch.cat([experts(x_TH[c], w, weights_Tk[c], ids_Tk[c], up, down) for c in cuts])
+    ids, weights, device = ids_Tk.contiguous(), weights_Tk.float().contiguous(), x_TH.device
+    slots = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    if tokens == 0:
+        return run(x_TH, w, Routing(weights, slots, slots))
+    options = tuple(sorted((up or {}).items())), tuple(sorted((down or {}).items()))
+    plan, *_ = _plan(tokens, k, w.shape, w.shared, w.gated, x_TH.dtype == torch.float16, device, *options)
+    blocks = _new_list(plan.size, plan.bound, device)
+    nvrtc.kernel(_route_source("listing", 1), device)(
+        (1, 1, 1), ROUTE_WARPS * 32, _list_room(tokens * k, w.shape[0]), ids, slots, blocks,
+        tokens * k, int(ids.dtype == torch.int64), w.shape[0], plan.size, plan.bound, pdl=True,
+    )  # fmt: skip
+    return run(x_TH, w, Routing(weights, slots, blocks), up, down)
