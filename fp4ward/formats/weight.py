@@ -145,8 +145,9 @@ class Weight:
 
     def expert(self, e: int) -> Weight:
         """Weight [N,K] of expert `e` of stacked experts, as a view. IndexError unless 0 <= e < E."""
-        if len(self.shape) < 3 or not 0 <= e < self.shape[0]:
-            raise IndexError(f"expert {e} of a weight {list(self.shape)} does not exist")
+        shape = self.shape
+        if len(shape) < 3 or not 0 <= e < shape[0]:
+            raise IndexError(f"expert {e} of a weight {list(shape)} does not exist")
         return self._each(lambda part: part[e])
 
     def to(self, device: torch.device | str) -> Weight:

@@ -81,7 +81,7 @@ def _mixed(
 ) -> Tensor:
     experts, k = down.shape[0], ids_Tk.shape[1]
     y = torch.zeros_like(x_TH, dtype=linear.wide(x_TH.dtype))
-    ids = ids_Tk.flatten()
+    ids, weights = ids_Tk.flatten(), weights_Tk.reshape(-1, 1).to(y.dtype)
     ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
     order = ids.argsort(stable=True)  # pairs of token and expert, by expert
     start = 0
@@ -89,7 +89,8 @@ def _mixed(
         if count:
             pair = order[start : start + count]
             token = pair // k
-            out = linear.reference(inner(x_TH[token], e), down.expert(e)).to(y.dtype)
-            y.index_add_(0, token, out * weights_Tk.flatten()[pair, None].to(y.dtype))
+            x = x_TH if len(x_TH) == 1 else x_TH[token]  # decoding on a CPU is made of such small operations
+            out = linear.reference(inner(x, e), down.expert(e)).to(y.dtype)
+            y.index_add_(0, token, out * weights[pair])
             start += count
     return y.to(x_TH.dtype)

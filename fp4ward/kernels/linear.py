@@ -24,9 +24,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def reference(x_TK: Tensor, w: Weight) -> Tensor:
     """x [T, K] of any float type, w [N, K] -> [T, N] in x's type; computed in float32 (float64 for float64)."""
-    n, k = w.shape
     if w.parts.keys() == {"data"} and w.parts["data"].dtype == x_TK.dtype:
         return functional.linear(x_TK, w.parts["data"])
+    n, k = w.shape
     acc = wide(x_TK.dtype)
     x = x_TK.to(acc)
     y = torch.empty(x.shape[0], n, dtype=acc, device=x.device)
