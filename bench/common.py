@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +26,13 @@ DEVICE = "cuda"
 COLD = 256 << 20  # bytes of weights that launches go through before they meet one again: 4 times an H200's L2 cache
 
 
-def head(commit: str | None) -> dict[str, str]:
-    """Of every result line. commit: where the tree came without its git folder."""
+def head(commit: str | None = None, *, device: str = "cuda") -> dict[str, str]:
+    """Of every result line. commit: where the tree came without its git folder. device: what is measured."""
     described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") and torch.cuda.is_available() else "none",
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
         "commit": commit or described.stdout.strip(),
         "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,

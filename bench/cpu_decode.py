@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -25,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import fp4ward.plan  # noqa: E402
+from bench.common import head, write_lines  # noqa: E402
 from fp4ward import LLM, SamplingParams  # noqa: E402
 
 TOKENS, RUNS = 64, 5
@@ -51,24 +48,15 @@ def main() -> None:
         for name, threads, prompts in variants:
             torch.set_num_threads(threads)
             found[name, threads, prompts].append(rate(models[name], prompts))
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    head = {
-        "date": date.today().isoformat(),
-        "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
-        "commit": git.stdout.strip(),
-        "command": f"python bench/cpu_decode.py {args.model}",
-        "torch": torch.__version__,
-    }
+    about = head(device="cpu")
     lines = []
     print(f"{'weights':10} {'threads':>7} {'requests':>8} {'tokens/s':>9}  (of {RUNS} runs: lowest, highest)")
     for (name, threads, prompts), rates in found.items():
         middle = statistics.median(rates)
         print(f"{name:10} {threads:7} {prompts:8} {middle:9.1f}  ({min(rates):.1f}, {max(rates):.1f})")
         row = {"weights": name, "threads": threads, "requests": prompts, "tokens_per_s": round(middle, 1)}
-        lines.append(json.dumps(head | row))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("\n".join(lines) + "\n")
+        lines.append(about | row)
+    write_lines(args.out, lines)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ projection outside the routed experts, one at a time. MODEL is one that learned 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.common import head, write_lines  # noqa: E402
 from fp4ward import LLM  # noqa: E402
 from fp4ward.evals import run  # noqa: E402
 from tests.models.faults import FAULTS, faulty  # noqa: E402
@@ -33,13 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     questions = run.plan(args.tasks.split(","), args.count, False, 0)
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    head = {
-        "date": date.today().isoformat(),
-        "commit": git.stdout.strip(),
-        "command": f"python bench/detect.py {args.model} --count {args.count} --tasks {args.tasks}"
-        + " --globals" * args.globals,
-    }
+    about = head(device="cpu")
     lines = []
     names = list(FAULTS)
     if args.globals:
@@ -51,10 +43,8 @@ def main() -> None:
         low, high = tallies["total"].interval
         shown = "  ".join(f"{family} {100 * t.accuracy:5.1f}" for family, t in tallies.items())
         print(f"{name:40} {shown}  ({100 * low:.1f} to {100 * high:.1f})", flush=True)
-        lines.append(json.dumps(head | {"fault": name} | {f: round(t.accuracy, 4) for f, t in tallies.items()}))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("\n".join(lines) + "\n")
+        lines.append(about | {"fault": name} | {f: round(t.accuracy, 4) for f, t in tallies.items()})
+    write_lines(args.out, lines)
 
 
 if __name__ == "__main__":

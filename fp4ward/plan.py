@@ -270,7 +270,7 @@ def _remarks(layers: Sequence[Planned], layout: Layout) -> Iterator[Notice]:
     lacking = [p.layer.path for p in layers if not p.choice.picks[0].kernel.module]
     if lacking:
         kinds = ", ".join(dict.fromkeys(NUMBER.sub("*", path) for path in lacking))
-        text = f"{len(lacking)} operations have no kernel yet, not even a reference: they count with their floor"
+        text = f"{len(lacking)} operations have no kernel that the engine could run yet: they count with their floor"
         yield Notice("no-kernel", kinds, text)
     asked: dict[str, list[Planned]] = {}
     for p in layers:

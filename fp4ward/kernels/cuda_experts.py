@@ -266,6 +266,14 @@ def _plan(
     return plan, first, second
 
 
+def _planned(
+    w: Prepared, tokens: int, top_k: int, dtype: torch.dtype, device: torch.device,
+    up: Mapping[str, int] | None, down: Mapping[str, int] | None,
+) -> tuple[Plan, nvrtc.Kernel, nvrtc.Kernel]:  # fmt: skip
+    options = tuple(sorted((up or {}).items())), tuple(sorted((down or {}).items()))
+    return _plan(tokens, top_k, w.shape, w.shared, w.gated, dtype == torch.float16, device, *options)
+
+
 # --- the launches -----------------------------------------------------------------------------------------------------
 
 
@@ -315,9 +323,7 @@ def route(
     slots = torch.empty(tokens, k, dtype=torch.int32, device=device)
     if tokens == 0:
         return Routing(weights, slots, slots.flatten())
-    options = tuple(sorted((up or {}).items())), tuple(sorted((down or {}).items()))
-    half = dtype == torch.float16
-    plan, *_ = _plan(tokens, k, prepared.shape, prepared.shared, prepared.gated, half, device, *options)
+    plan, *_ = _planned(prepared, tokens, k, dtype, device, up, down)
     blocks = _new_list(plan.size, plan.bound, device)
     source = _route_source("route", experts)
     each = dict(source.defines)["EACH"]
@@ -346,18 +352,17 @@ def run(
     pitch = x.stride(0) if tokens > 1 else hidden
     if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:
         x, pitch = x.clone(memory_format=torch.contiguous_format), hidden
-    options = tuple(sorted((up or {}).items())), tuple(sorted((down or {}).items()))
-    plan, first, second = _plan(tokens, k, w.shape, w.shared, w.gated, x.dtype == torch.float16, x.device, *options)
+    plan, first, second = _planned(w, tokens, k, x.dtype, x.device, up, down)
     h = torch.empty(tokens * k, width, dtype=x.dtype, device=x.device)
     spill = torch.empty(plan.spill // 4, device=x.device) if plan.spill else None
     a, b = plan.up, plan.down
     first(
         a.grid, a.threads, a.shared, w.up, w.up_scale, x, routing.list, h,
-        plan.bound, w.up_scale.shape[1], hidden, pitch, *a.extra, k, pdl=dict(options[0]).get("PDL", 1) > 0,
+        plan.bound, w.up_scale.shape[1], hidden, pitch, *a.extra, k, pdl=(up or {}).get("PDL", 1) > 0,
     )  # fmt: skip
     second(
         b.grid, b.threads, b.shared, w.down, w.down_scale, h, routing.list, routing.slots, routing.weights, spill, y,
-        plan.bound, hidden, width, *b.extra, k, tokens, pdl=dict(options[1]).get("PDL", 1) > 0,
+        plan.bound, hidden, width, *b.extra, k, tokens, pdl=(down or {}).get("PDL", 1) > 0,
     )  # fmt: skip
     return y
 
@@ -389,8 +394,7 @@ def experts(
     slots = torch.empty(tokens, k, dtype=torch.int32, device=device)
     if tokens == 0:
         return run(x_TH, w, Routing(weights, slots, slots))
-    options = tuple(sorted((up or {}).items())), tuple(sorted((down or {}).items()))
-    plan, *_ = _plan(tokens, k, w.shape, w.shared, w.gated, x_TH.dtype == torch.float16, device, *options)
+    plan, *_ = _planned(w, tokens, k, x_TH.dtype, device, up, down)
     blocks = _new_list(plan.size, plan.bound, device)
     nvrtc.kernel(_route_source("listing", 1), device)(
         (1, 1, 1), ROUTE_WARPS * 32, _list_room(tokens * k, w.shape[0]), ids, slots, blocks,

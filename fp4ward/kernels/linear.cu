@@ -6,6 +6,10 @@
 
 #include "mma.cuh"
 
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+
 #ifdef STEPS
 // Few tokens (M <= 8 NT): a CTA goes through tiles of 16 rows; its warps part K and keep their part of x in registers for
 // all tiles. Partial sums meet in shared memory in a fixed order, one warp after the other taking a turn.

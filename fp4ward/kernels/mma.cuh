@@ -22,9 +22,6 @@ typedef unsigned char u8;
 #ifndef BLOCKED
 #define BLOCKED 0
 #endif
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
 #ifndef PDL
 #define PDL 0
 #endif

@@ -85,7 +85,7 @@ def test_any_prompt_and_stop_strings_give_text_or_one_sentence(
         assert str(error).strip() and "\n" not in str(error)
         return
     text = out.outputs[0].text
-    assert text.encode("utf-8", "surrogatepass") is not None
+    text.encode("utf-8")  # no half of a pair, no stray byte
     if not keep:
         assert not any(s in text for s in stop)
 
@@ -97,9 +97,22 @@ def test_any_messages_tools_and_template_arguments_give_text_or_one_sentence(
 ) -> None:
     try:
         params = SamplingParams(temperature=0, max_tokens=3, stop=[stop] if stop else [])
-        demo.chat(messages, params, tools=tools, chat_template_kwargs=arguments)
+        (out,) = demo.chat(messages, params, tools=tools, chat_template_kwargs=arguments)
+        out.outputs[0].text.encode("utf-8")
     except UserError as error:
         assert str(error).strip() and "\n" not in str(error)
+
+
+@FUZZ
+@given(st.lists(TEXT, min_size=1, max_size=3), st.dictionaries(TEXT, JSON, max_size=3))
+def test_any_text_in_a_well_formed_conversation_is_answered(
+    demo: LLM, said: list[str], arguments: dict[str, Any]
+) -> None:
+    said = [s.encode("utf-8", "replace").decode() for s in said]
+    turns = [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)]
+    arguments = {k: v for k, v in arguments.items() if k not in ("messages", "tools", "add_generation_prompt")}
+    (out,) = demo.chat(turns, SamplingParams(temperature=0, max_tokens=3), chat_template_kwargs=arguments)
+    assert len(out.outputs[0].token_ids) >= 1
 
 
 @settings(FUZZ, max_examples=25)
