@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
-        # Python would complain once more while it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_unwritable_output()
         return 141
     except OSError as e:  # no room for the output, say
+        _drop_unwritable_output()
         if level == "debug":
             traceback.print_exc()
         return _fail(f"error: {one_line(e)}", 2)
@@ -74,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(
             f"internal error: {what} (--log-level debug shows the trace; please report it with `fp4ward env`)", 1
         )
+
+
+def _drop_unwritable_output() -> None:
+    """What stdout still holds and cannot write: Python would try again at exit, complain, and end with code 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> int:

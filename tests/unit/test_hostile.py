@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -91,11 +92,12 @@ def test_a_context_without_end_and_no_attention_costs_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_without_room_is_one_sentence() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # Python meets a full disk at the end, or at the first write
+def test_output_without_room_is_one_sentence(unbuffered: str) -> None:
+    command = [*GENERATE, "--max-tokens", "2", "--log-level", "error"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [*GENERATE, "--max-tokens", "2", "--log-level", "error"], cwd=REPO, stdout=full, stderr=subprocess.PIPE
-        )
+        done = subprocess.run(command, cwd=REPO, stdout=full, stderr=subprocess.PIPE, env=environment)
     assert done.returncode == 2
     assert done.stderr.decode().splitlines() == ["fp4ward: error: [Errno 28] No space left on device"]
 
