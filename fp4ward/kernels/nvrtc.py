@@ -122,7 +122,9 @@ def cache() -> Path:
 
 
 def _options(source: Source, arch: str) -> list[str]:
-    return [f"--gpu-architecture={arch}", *FLAGS, *(f"-D{name}={value}" for name, value in source.defines)]
+    # From 12.9 on NVRTC keeps results of its own where there is a driver, and then does not say registers and spills
+    own = ("--no-cache",) if _nvrtc()[2] >= (12, 9) else ()
+    return [f"--gpu-architecture={arch}", *FLAGS, *own, *(f"-D{name}={value}" for name, value in source.defines)]
 
 
 def _name(source: Source, arch: str) -> str:
