@@ -1,12 +1,14 @@
 """How far are the planner's estimates from what kernels take here, and which numbers of their rows would be nearer?
 
     python bench/estimates.py [--rows NAME,NAME] [--tokens 1 16 256] [--seconds 60] [--out FILE] [--commit ID]
+    python bench/estimates.py --refit-from FILE... [--rows NAME,NAME]
 
 Every row of kernels/specs.py that this machine runs, on the shapes of tests/cases.py in the first format that it reads.
-Every third shape, in the table's order, is held out: `memory`, `compute` and launches are fitted to the others by least
-squares of relative errors. Both kinds are printed, with the estimate of today's row and of the fitted one, and the row
-to paste. GPU: captured launches, each on weights and routing that are not in the L2 cache, and no references unless
---rows names one that can be captured; CPU: one thread, small shapes. A wrong result is not timed: exit code 1.
+Every third shape, in the table's order, is held out: the numbers of the row that are not 0 are fitted to the others by
+least squares of relative errors. Both kinds are printed, with the estimate of today's row and of the fitted one, and
+what to paste into the row. GPU: captured launches, each on weights and routing that are not in the L2 cache, and no
+references unless --rows names one that can be captured; CPU: one thread, small shapes. A wrong result is not timed:
+exit code 1. --refit-from fits to measurements that --out once wrote, anywhere: of equal points the last one counts.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import common  # noqa: E402
-from bench.fit import Point, fit, layers, report  # noqa: E402
+from bench.fit import Point, layers, read, report  # noqa: E402
 from fp4ward import hardware  # noqa: E402
 from fp4ward.errors import one_line  # noqa: E402
 from fp4ward.formats.weight import Weight  # noqa: E402
@@ -113,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", help="names of kernels/specs.py (all but references; on a CPU all)")
     parser.add_argument("--tokens", type=int, nargs="+", help="of a step (1 4 16 64 256 2048; on a CPU 1 16 64)")
     parser.add_argument("--seconds", type=float, default=60, help="of measuring (60)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--refit-from", type=Path, nargs="+", metavar="FILE", help="measure nothing")
+    parser.add_argument("--out", type=Path, help="measurements, for --refit-from")
     parser.add_argument("--commit", help="recorded where the tree came without its git folder")
     args = parser.parse_args(argv)
     hw = hardware.detect()
@@ -123,10 +126,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     names, notes, lines = args.rows.split(",") if args.rows else default, [], []
     if unknown := {*names} - {s.name for s in SPECS}:
         parser.error(f"--rows: no kernel {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in SPECS)}")
+    if args.refit_from:
+        hw, found = read(args.refit_from)
+        for spec, points in found:
+            if spec.name in names or not args.rows:
+                report(spec, points, hw)
+        return 0
     rows = [s for s in SPECS if s.name in names and (args.rows or any(layers(s, hw)))]
     if hw.cpu:
         torch.set_num_threads(1)  # on cores that others use too, threads wait for each other
-    start, about = time.monotonic(), common.head(args.commit) | {"machine": hw.name}
+    head = common.head(args.commit)
+    start, about = time.monotonic(), {k: head[k] for k in ("date", "gpu", "commit", "torch")} | {"machine": hw.name}
     print(f"on {hw.summary}\n")
     for i, spec in enumerate(rows):
         deadline = start + args.seconds * (i + 1) / len(rows)
@@ -135,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             notes += measure(spec, hw, tokens, deadline, points)
         except Exception as e:  # the others are still worth their time
             notes.append(f"{spec.name} fails after {len(points)} measurements: {type(e).__name__}: {one_line(e)}")
-        if shown := [p for p in points if not p.held]:
-            lines += [about | line for line in report(spec, fit(spec, hw, shown), points, hw)]
+        report(spec, points, hw)
+        lines += [about | point.line(spec) for point in points]
     for note in notes:
         print(note)
     common.write_lines(args.out, lines)

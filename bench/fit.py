@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from fp4ward.formats.formats import FORMATS
-from fp4ward.hardware import Hardware
-from fp4ward.kernels.specs import BF16, F32, ITEM, LAUNCH_US, Batch, KernelSpec, LayerDesc, estimate, unfit
+from fp4ward.hardware import Hardware, parse
+from fp4ward.kernels.specs import BF16, F32, ITEM, LAUNCH_US, SPECS, Batch, KernelSpec, LayerDesc, estimate, unfit
 from tests.cases import DENSE, MOE, Dense
 
 NEAR = 0.3  # an estimate within 30 % of the measurement serves
-FREE = 1e12  # a share that makes a part of the cost vanish
-ROUNDS = 20
+ROUNDS, STEP = 60, 1e-4  # of a fit; by how much a logarithm moves to find a slope
+PULL = 0.1  # towards today's row: what measurements hardly show stays near it
 HELD_OUT = 3  # every third shape
 LARGEST_ON_CPU = {"linear": 1 << 23, "experts": 1 << 27}  # weights of a matrix (a stack)
 
@@ -33,10 +35,26 @@ class Point:
         batch = Batch(self.tokens, self.tokens, 0, ITEM[F32 if hw.cpu else BF16], 2)
         return estimate(spec, self.layer, hw, batch).us
 
-    def parts(self, spec: KernelSpec, hw: Hardware) -> list[float]:
-        """us of memory and of products at the machine's limits, of one launch, and of one an expert that is hit."""
-        alone = (1.0, FREE, (0, 0)), (FREE, 1.0, (0, 0)), (FREE, FREE, (1, 0)), (FREE, FREE, (0, 1))
-        return [self.estimate(replace(spec, memory=m, compute=c, launches=n), hw) for m, c, n in alone]
+    def line(self, spec: KernelSpec) -> dict[str, object]:
+        """For a result file; `read` takes it back."""
+        about = {"row": spec.name, "shape": self.layer.path, "format": self.layer.formats[0].name}
+        return about | {"tokens": self.tokens, "us": round(self.us, 3)}
+
+
+def read(files: Sequence[Path]) -> tuple[Hardware, list[tuple[KernelSpec, list[Point]]]]:
+    """The machine and the points of each row that it has. Of equal points the last one counts. AssertionError where
+    files are of several machines."""
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    machines = {line["machine"] for line in lines}
+    assert len(machines) == 1, f"measurements of one machine are expected, not of {sorted(machines)}"
+    hw = parse(*machines)
+    us = {(line["row"], line["shape"], line["tokens"]): line["us"] for line in lines}
+    out = []
+    for spec in (s for s in SPECS if any(s.name == row for row, *_ in us)):
+        shapes = {layer.path: (layer, held) for layer, held in layers(spec, hw)}
+        mine = [(shape, m, t) for (row, shape, m), t in us.items() if row == spec.name]
+        out.append((spec, [Point(shapes[shape][0], m, shapes[shape][1], t) for shape, m, t in mine]))
+    return hw, out
 
 
 def layers(spec: KernelSpec, hw: Hardware) -> Iterator[tuple[LayerDesc, bool]]:
@@ -55,60 +73,83 @@ def layers(spec: KernelSpec, hw: Hardware) -> Iterator[tuple[LayerDesc, bool]]:
 
 
 def fit(spec: KernelSpec, hw: Hardware, points: Sequence[Point]) -> KernelSpec:
-    """The row with the shares and launches that fit `points` best. A share that they do not show stays: that of memory
-    where all are bound by products, say. None is above the machine's limit (twice that, where a CPU's is assumed).
+    """The row with the numbers that fit `points` best (Levenberg and Marquardt's method, on logarithms). What is 0 in
+    the row stays 0, and a share of 1 stays 1: its author says that the kernel has no such cost. What the points do not
+    show stays, and no share is above the machine's limit (twice that, where a CPU's is assumed)."""
+    numbers, shares = _numbers(spec)
+    start = [math.log(v) for v in numbers]
+    top = [math.log(2.0 if hw.cpu else 1.0) if share else math.inf for share in shares]
 
-    A point is bound by memory or by products; which of them depends on the numbers, so both are found in turn.
-    """
-    parts = torch.tensor([p.parts(spec, hw) for p in points], dtype=torch.float64)
-    parts /= torch.tensor([[p.us] for p in points], dtype=torch.float64)
-    least = torch.tensor([0.5 if hw.cpu else 1.0] * 2 + [0.0] * 2, dtype=torch.float64)
-    now = torch.tensor([1 / spec.memory, 1 / spec.compute, *spec.launches], dtype=torch.float64)
-    best, fewest = now, float("inf")
+    def wrong(x: list[float]) -> torch.Tensor:
+        tried = _with(spec, [math.exp(v) for v in x])
+        off = [p.estimate(tried, hw) / p.us - 1 for p in points]
+        return torch.tensor(off + [PULL * (v - s) for v, s in zip(x, start, strict=True)], dtype=torch.float64)
+
+    now, damping = start, 1.0
+    errors = wrong(now)
     for _ in range(ROUNDS):
-        memory = parts[:, 0] * now[0] >= parts[:, 1] * now[1]
-        bound = torch.stack([parts[:, 0] * memory, parts[:, 1] * ~memory, parts[:, 2], parts[:, 3]], 1)
-        shown = [i for i in range(4) if bound[:, i].any() and (i < 3 or spec.launches[1])]
-        now = now.clone()
-        now[shown] = least[shown] + _non_negative(bound[:, shown], 1 - bound[:, shown] @ least[shown])
-        said = torch.maximum(parts[:, 0] * now[0], parts[:, 1] * now[1]) + parts[:, 2:] @ now[2:]
-        wrong = float((said - 1).square().sum())
-        if wrong < fewest:
-            best, fewest = now, wrong
-    memory_us, compute_us, first, each = best.tolist()
-    return replace(spec, memory=1 / memory_us, compute=1 / compute_us, launches=(first, each))
+        moved = [wrong([v + STEP * (i == j) for j, v in enumerate(now)]) for i in range(len(now))]
+        slopes = (torch.stack(moved) - errors) / STEP
+        curve = slopes @ slopes.T
+        step = torch.linalg.solve(curve + damping * curve.diagonal().diag(), slopes @ errors).tolist()
+        tried = [min(v - d, most) for v, d, most in zip(now, step, top, strict=True)]
+        if (better := wrong(tried)).square().sum() < errors.square().sum():
+            now, errors, damping = tried, better, damping / 4
+        else:
+            damping *= 4
+    return _with(spec, [math.exp(v) for v in now])
 
 
-def _non_negative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """x that makes a x nearest to b, of those without a negative number."""
-    out, columns = torch.zeros(a.shape[1], dtype=a.dtype), list(range(a.shape[1]))
-    while columns:
-        x = torch.linalg.lstsq(a[:, columns], b[:, None], driver="gelsd").solution[:, 0]
-        if x.min() >= 0:
-            out[columns] = x
-            break
-        del columns[int(x.argmin())]
-    return out
+def _numbers(spec: KernelSpec) -> tuple[list[float], list[bool]]:
+    """What a fit may change, in the order in which `_with` takes it back; whether each is a share of a limit."""
+    cuts = [pair for c in spec.cuts for pair in ((c.compute, True), (c.rows, False), (c.columns, False))]
+    every = [(spec.memory, True), *cuts, *((v, False) for v in (spec.extra[1], *spec.launches))]
+    found = [(v, share) for v, share in every if v and not (share and v == 1)]
+    return [v for v, _ in found], [share for _, share in found]
 
 
-def report(spec: KernelSpec, fitted: KernelSpec, points: Sequence[Point], hw: Hardware) -> list[dict[str, object]]:
-    """Print estimates of today's row and of the fitted one beside the measurements, and what to paste into the row. One
-    line a point for a result file."""
+def _with(spec: KernelSpec, numbers: Sequence[float]) -> KernelSpec:
+    left = iter(numbers)
+
+    def take(old: float, own: float = 0) -> float:
+        return old if old == own else next(left)
+
+    memory = take(spec.memory, 1)
+    cuts = [replace(c, compute=take(c.compute, 1), rows=take(c.rows), columns=take(c.columns)) for c in spec.cuts]
+    extra, launches = (spec.extra[0], take(spec.extra[1])), (take(spec.launches[0]), take(spec.launches[1]))
+    return replace(spec, memory=memory, cuts=tuple(cuts), extra=extra, launches=launches)
+
+
+def report(spec: KernelSpec, points: Sequence[Point], hw: Hardware) -> None:
+    """Print estimates of today's row and of the fitted one beside the measurements, and what to paste into the row."""
+    if not (shown := [p for p in points if not p.held]):
+        return
+    fitted = fit(spec, hw, shown)
     print(f"{spec.name}\n{'shape':16}{'tokens':>7}{'us':>11}{'row says':>11}{'ratio':>7}{'fitted':>11}{'ratio':>7}")
-    lines: list[dict[str, object]] = []
     ratios: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for p in points:
         said, better = p.estimate(spec, hw), p.estimate(fitted, hw)
         ratios[p.held].append((said / p.us, better / p.us))
         each = f"{said:11.1f}{said / p.us:7.2f}{better:11.1f}{better / p.us:7.2f}"
         print(f"{p.layer.path:16}{p.tokens:7}{p.us:11.1f}{each}{'  held out' * p.held}")
-        line = {"row": spec.name, "shape": p.layer.path, "format": p.layer.formats[0].name, "tokens": p.tokens}
-        lines.append(line | {"held_out": p.held, "us": p.us, "estimate_us": said, "fitted_us": better})
     for held, found in ratios.items():
         today, better = (sum(abs(r[i] - 1) <= NEAR for r in found) for i in (0, 1))
         where = "held out" if held else "in the fit"
         print(f"{where}: within {NEAR:.0%}: {today} of {len(found)} today, {better} of {len(found)} fitted")
-    first, each_hit = (f"{n:.3g}" for n in fitted.launches)
-    shares = f"memory={fitted.memory:.2g}, compute={fitted.compute:.2g}, launches=({first}, {each_hit})"
-    print(f"  {spec.name}: {shares} of {LAUNCH_US[hw.cpu]} us\n")
-    return lines
+    print(f"  {spec.name}: {numbers(fitted)}; {LAUNCH_US[hw.cpu]} us a launch\n")
+
+
+def numbers(spec: KernelSpec) -> str:
+    """As they are written in the row."""
+
+    def short(v: float) -> str:
+        return f"{float(f'{v:.2g}'):g}"
+
+    cuts = []
+    for c in spec.cuts:
+        values = [short(c.compute), short(c.rows), short(c.columns), str(c.tokens), str(c.most)]
+        while values[-1] in ("0", "inf"):
+            values.pop()
+        cuts.append(f"Cut({', '.join(values)})")
+    extra, launches = (", ".join(map(short, pair)) for pair in (spec.extra, spec.launches))
+    return f"memory={short(spec.memory)}, cuts=({', '.join(cuts)},), extra=({extra}), launches=({launches})"

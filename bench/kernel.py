@@ -2,6 +2,7 @@
 
     python bench/kernel.py [--kernels cuda,cublas,humming@2048x2048] [--shapes REGEX] [--tokens 1,4,16] [--format nvfp4]
                            [--variants "NAME=1,2 OTHER=4"] [--seconds 60] [--out FILE] [--plot FILE] [--commit ID]
+    python bench/kernel.py --read FILE [--format nvfp4] [--plot FILE]
 
 The limits come first: read bandwidth, rate of a bf16 product, and for each shape the floor, a kernel that only reads
 the same weight bytes (bench/floor.cu). Then for each shape of tests/cases.py and each number of tokens M: microseconds,
@@ -339,6 +340,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", default="", metavar="LIST", help='"NAME=1,2 OTHER=4": tuning of our CUDA kernel')
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
     parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: tables and chart of these lines")
     parser.add_argument("--plot", type=Path, help="a chart (.png, .svg); needs matplotlib")
     parser.add_argument("--commit", help="recorded where the tree came without its git folder")
     return parser
@@ -361,8 +363,24 @@ def select(regex: str, odd: bool) -> list[Dense]:
     return found
 
 
+def show(console: Console, rows: Sequence[Row], chart: Path | None) -> None:
+    judged = next((r["kernel"] for r in rows if r["kernel"].split()[0] in OURS), rows[0]["kernel"])
+    for table in (shapes_table(rows, judged), kernels_table(rows), targets_table(rows, judged)):
+        console.print(table)
+    packed = [r for r in rows if "prepare_gb_s" in r]
+    if packed:
+        large = max(packed, key=lambda r: r["floor_us"])
+        console.print(f"prepare of {large['shape']}: {large['prepare_gb_s']:.0f} GB/s of stored weight")
+    if chart:
+        plot(rows, chart)
+
+
 def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
+    if args.read:
+        rows = [json.loads(line) for line in args.read.read_text().splitlines()]
+        show(Console(width=180, highlight=False), [r for r in rows if r["format"] == args.format], args.plot)
+        return 0
     tokens, cases = numbers(args.tokens), select(args.shapes, args.odd)
     variants = combinations(args.variants)
     kernels = chosen(args.kernels, args.format, variants)
@@ -397,15 +415,7 @@ def run(args: argparse.Namespace) -> int:
     for note in dict.fromkeys(found.notes):
         console.print(note)
     if rows:
-        judged = next((r["kernel"] for r in rows if r["kernel"].split()[0] in OURS), rows[0]["kernel"])
-        for table in (shapes_table(rows, judged), kernels_table(rows), targets_table(rows, judged)):
-            console.print(table)
-        packed = [r for r in rows if "prepare_gb_s" in r]
-        if packed:
-            large = max(packed, key=lambda r: r["floor_us"])
-            console.print(f"prepare of {large['shape']}: {large['prepare_gb_s']:.0f} GB/s of stored weight")
-        if args.plot:
-            plot(rows, args.plot)
+        show(console, rows, args.plot)
     console.print(f"{len(rows)} measurements, {time.monotonic() - begin:.0f} s")
     return int(found.wrong)
 

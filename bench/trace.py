@@ -48,9 +48,10 @@ def name_blocks(model: Any) -> None:
         for name in ("experts", "shared_expert", "gate"):
             if hasattr(layer.mlp, name):
                 setattr(layer.mlp, name, Named(f"{type(layer.mlp).__name__}.{name}", getattr(layer.mlp, name)))
-        for name in ("norm", "mixer", "post_norm", "mlp"):
+        for name in ("norm", "mixer", "post_norm", "mlp", "block"):
             block = getattr(layer, name)
-            setattr(layer, name, Named(type(block).__name__, block))
+            if block is not None:
+                setattr(layer, name, Named(type(block).__name__, block))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the measurements of bench/kernel.py say: against the targets, as tables, as a chart. Needs no GPU."""
+"""What measurements of bench/kernel.py and experts.py say: against targets, as tables, as a chart. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -93,14 +93,15 @@ def shapes_table(rows: Sequence[Row], kernel: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for shape in dict.fromkeys(r["shape"] for r in mine):
         cells = {r["tokens"]: r for r in mine if r["shape"] == shape}
-        floor = min(r["floor_us"] for r in cells.values())
+        low, high = (f(r["floor_us"] for r in cells.values()) for f in (min, max))
+        floor = f"{low:.1f}" if high < 1.5 * low else f"{low:.1f}-{high:.0f}"  # of experts it grows with M
         texts = []
         for m in tokens:
             row = cells.get(m)
             faster = _by(best)(row) if row else None
             text = f"{row['us']:.1f} {1 / row['of_floor']:.2f}" if row else ""
             texts.append(text + ("" if faster is None else f" {faster:.2f}"))
-        table.add_row(shape, f"{floor:.1f}", *texts)
+        table.add_row(shape, floor, *texts)
     return table
 
 
@@ -120,12 +121,12 @@ def kernels_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def targets_table(rows: Sequence[Row], kernel: str) -> Table:
+def targets_table(rows: Sequence[Row], kernel: str, targets: Sequence[Target] = TARGETS) -> Table:
     table = Table(title=f"{kernel} against its targets", box=None, padding=(0, 1))
     for name in ("target", "geomean", "worst shape", "shapes", "must, goal", ""):
         table.add_column(name, no_wrap=True)
     mine = [r for r in rows if r["kernel"] == kernel]
-    for target in TARGETS:
+    for target in targets:
         said = target.said(mine)
         if said:
             table.add_row(*said)

@@ -343,7 +343,8 @@ def _eval(args: argparse.Namespace) -> int:
 
     if args.max_tokens is not None and args.max_tokens < 1:
         raise UserError(f"--max-tokens {args.max_tokens}: a whole number above 0 is expected")
-    families = [] if args.tasks in (None, "all") else [name.strip() for name in args.tasks.split(",")]
+    wanted = ",".join(flags.TASKS) if args.tasks == "all" else args.tasks  # --quick --tasks all: all of them, quickly
+    families = [] if wanted is None else [name.strip() for name in wanted.split(",")]
     # What can be refused is, before minutes of answers.
     questions = run.plan(families, args.count, args.quick, args.seed)
     other = None if args.compare is None else run.read(args.compare, questions, args.instructions)
@@ -527,6 +528,7 @@ def _env(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, *, text: bool, chat: bool) -> tuple[LLM, float]:
     """The model of these flags and the seconds it took. What can be refused is, before any weight is read."""
+    from fp4ward.checkpoint import hub
     from fp4ward.plan import parse_wishes
 
     settings = {name: getattr(args, name) for name in flags.ENGINE if getattr(args, name) is not None}
@@ -544,6 +546,11 @@ def _load(args: argparse.Namespace, *, text: bool, chat: bool) -> tuple[LLM, flo
 
         set_threads(1)
     _show_notices(llm)
+    if args.model == "demo" and args.command != "eval" and hub.resolve_model("demo") == hub.DEMO:
+        log.info(
+            "notice demo: a tiny model for the questions it was trained on, one at a time, in `fp4ward chat demo`; new "
+            "names and larger numbers get wrong answers, and text outside a chat nonsense: %s", hub.DEMO / "README.md",
+        )  # fmt: skip
     return llm, time.perf_counter() - start
 
 

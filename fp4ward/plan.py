@@ -19,8 +19,11 @@ from fp4ward.errors import UserError, shown
 from fp4ward.formats.scheme import Notice
 from fp4ward.hardware import Hardware
 from fp4ward.kernels.specs import (
+    DENSE,
     EXPERTS,
     ITEM,
+    MOST_CHOSEN,
+    NO_ROOM,
     SPECS,
     Batch,
     Cost,
@@ -35,7 +38,9 @@ from fp4ward.parallel.placement import ONE_RANK, Layout
 from fp4ward.pieces import NUMBER, Pieces, Subject, pieces
 
 Wishes = Mapping[str, tuple[str, ...]]  # op -> names of the kernels that it may use
+ASKED = "asked for by --kernel"
 CONTEXT = 1024  # tokens before each sequence in the decode regimes
+CACHE_LEFT = 0.25  # of the pages that fit beside the stored weights, so many stay beside kernels' own layouts of them
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,14 @@ class Regime:
 @dataclass(frozen=True)
 class Pick:
     """The kernel of one regime, its cost, what others would take (name, us), and most rows of input that it is for: a
-    group that attends to its own requests sees its share of the tokens."""
+    group that attends to its own requests sees its share of the tokens. inside: the experts that this operation is one
+    with, and norm and residual too; of experts, themselves."""
 
     kernel: KernelSpec
     cost: Cost
     others: tuple[tuple[str, float], ...]
     rows: int
+    inside: str = ""
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ def choose(
             raise UserError(f"no kernel can run {head} with {most} tokens: {spans}{advice}")
         costs = sorted(((estimate(s, layer, hw, batch), s) for s in fit), key=lambda pair: pair[0].us)
         picks.append(Pick(costs[0][1], costs[0][0], tuple((s.name, cost.us) for cost, s in costs[1:]), batch.tokens))
-    why = "asked for by --kernel" if allowed else "the only one that fits" if len(legal) == 1 else "lowest estimate"
+    why = ASKED if allowed else "the only one that fits" if len(legal) == 1 else "lowest estimate"
     return Choice(tuple(picks), why, tuple(rejected))
 
 
@@ -224,15 +231,86 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
             batches = [_batch(layer, r, layout, config) for r in regimes]
             cache[key] = choose(layer, batches, hw, config.dtype, wishes, specs)
         layers.append(Planned(layer, cache[key]))
+
+    def cost(spec: KernelSpec, layer: LayerDesc, regime: int) -> Cost:
+        return estimate(spec, layer, hw, _batch(layer, regimes[regime], layout, config))
+
+    layers = _blocks(layers, getattr(subject.facts, "MOE_BLOCK", ()), cost, layout.tp, config.dtype)
     _wishes_met(wishes, cut_.layers, specs)
-    more = sum(math.ceil(p.layer.weight_bytes * p.copies(tied=p.layer.path in subject.aliases)) for p in layers)
-    cut_ = replace(cut_, weights=tuple(w + more for w in cut_.weights))
-    need = memory.measure(cut_, hw, config)
+    copies = {p.layer.path: p.copies(tied=p.layer.path in subject.aliases) for p in layers}
+
+    def held_by(cut: Pieces) -> Pieces:
+        more = sum(math.ceil(x.weight_bytes * copies[x.path]) for x in cut.layers)
+        return replace(cut, weights=tuple(w + more for w in cut.weights))
+
+    need, stored = (memory.measure(cut, hw, config) for cut in (held_by(cut_), cut_))
     failures = memory.failures(need, hw, config, options.config.max_model_len)
+    if (failures or need.pages < CACHE_LEFT * stored.pages) and (name := _dearest(layers, copies, wishes)):
+        rows = [replace(s, status=NO_ROOM) if s.name == name else s for s in specs]
+        return make(subject, hw, options, specs=rows)
     if failures:
-        failures = (*failures, _advice(need, hw, config, options, cut_for))
-    notices = (*subject.notices, *_remarks(layers, layout))
+        failures = (*failures, _advice(need, hw, config, options, lambda other: held_by(cut_for(other))))
+    notices = (*subject.notices, *_remarks(layers, layout, specs))
     return Plan(subject, hw, config, options, regimes, tuple(layers), need, unpacked, notices, failures)
+
+
+def _dearest(layers: Sequence[Planned], copies: Mapping[str, float], wishes: Wishes) -> str:
+    """Of the kernels whose layouts are held beside others and that nobody asked for, the one that saves the least time
+    for its bytes; "" if there is none."""
+    saved: dict[str, float] = {}
+    bytes_: dict[str, float] = {}
+    for p in layers:
+        for pick in p.choice.picks if copies[p.layer.path] > 0 else ():
+            k, instead = pick.kernel, pick.others[0][1] if pick.others else pick.cost.us
+            if k.prepare and (pick.others or pick.inside) and k.name not in wishes.get(k.op, ()):
+                saved[k.name] = saved.get(k.name, 0) + instead - pick.cost.us
+                bytes_[k.name] = bytes_.get(k.name, 0) + p.layer.weight_bytes * k.copied
+    return min(saved, key=lambda name: saved[name] / bytes_[name], default="")
+
+
+def _blocks(
+    layers: Sequence[Planned], names: Sequence[str], cost: Callable[[KernelSpec, LayerDesc, int], Cost], ranks: int,
+    dtype: str,
+) -> list[Planned]:  # fmt: skip
+    """Blocks of experts as one operation in the regimes where the kernel of the experts has that: gates and shared
+    expert (`names`) are inside, each with its own share of the cost and, but for the gates' one product, no launch."""
+    out = {p.layer.path: p for p in layers}
+    for p in layers:
+        spec = next((pick.kernel for pick in p.choice.picks if pick.kernel.routes), None)
+        if spec is None:
+            continue
+        parent = p.layer.path.rpartition(".")[0]
+        parts = [out[path] for path in (f"{parent}.{name}" for name in names) if path in out]
+        reason = _apart(spec, p.layer, parts if len(parts) == len(names) and ranks == 1 else [], dtype)
+        if reason is not None:
+            out[p.layer.path] = replace(p, choice=replace(p.choice, rejected=(*p.choice.rejected, ("block", reason))))
+            continue
+        where = NUMBER.sub("*", p.layer.path)
+        for part in (p, *parts):
+            picks = list(part.choice.picks)
+            for i, own in enumerate(p.choice.picks):
+                if own.kernel.routes and part is p:
+                    picks[i] = replace(own, inside=where)
+                elif own.kernel.routes:
+                    inner = replace(own.kernel, launches=(float(part is parts[0]), 0))
+                    picks[i] = Pick(inner, cost(inner, part.layer, i), (), own.rows, where)
+            out[part.layer.path] = replace(part, choice=replace(part.choice, picks=tuple(picks)))
+    return list(out.values())
+
+
+def _apart(spec: KernelSpec, experts: LayerDesc, parts: Sequence[Planned], dtype: str) -> str | None:
+    """Why a block stays several operations; None if it can be one."""
+    if not parts:
+        return "is for experts beside a shared one, on one rank"
+    if any(p.choice.why == ASKED for p in parts):
+        return "leaves to --kernel what it names kernels for"
+    gates, shared = ({f.name for p in some for f in p.layer.formats} for some in (parts[:2], parts[2:]))
+    if {DENSE.get(name) for name in gates} != {dtype}:
+        return f"needs gates in {dtype}, not {', '.join(sorted(gates))}"
+    width, wide = experts.shape[1], parts[2].layer.shape[0]
+    if not shared <= set(spec.formats) or wide % width or experts.top_k + wide // width > MOST_CHOSEN:
+        return f"needs a shared expert in {', '.join(spec.formats)}, as wide as one or some experts"
+    return None
 
 
 def _regimes(config: EngineConfig, layout: Layout) -> tuple[Regime, ...]:
@@ -248,7 +326,8 @@ def _regimes(config: EngineConfig, layout: Layout) -> tuple[Regime, ...]:
 
 
 def _batch(layer: LayerDesc, regime: Regime, layout: Layout, config: EngineConfig) -> Batch:
-    groups = 1 if layer.op in EXPERTS else layout.adp
+    all_tokens = layer.op in EXPERTS or layer.path.endswith(".gate")  # every group's: what is routed, and its scores
+    groups = 1 if all_tokens else layout.adp
     least, tokens = (-(-n // groups) for n in (regime.least, regime.tokens))
     most = tokens if regime.tokens < config.max_num_batched_tokens else regime.tokens  # all may be one group's
     context = min(CONTEXT, config.max_model_len or CONTEXT)
@@ -266,7 +345,8 @@ def _wishes_met(wishes: Wishes, layers: Sequence[LayerDesc], specs: Sequence[Ker
             )
 
 
-def _remarks(layers: Sequence[Planned], layout: Layout) -> Iterator[Notice]:
+def _remarks(layers: Sequence[Planned], layout: Layout, specs: Sequence[KernelSpec]) -> Iterator[Notice]:
+    yield from (Notice("no-room", s.name, str(unproven(s))) for s in specs if s.status == NO_ROOM)
     lacking = [p.layer.path for p in layers if not p.choice.picks[0].kernel.module]
     if lacking:
         kinds = ", ".join(dict.fromkeys(NUMBER.sub("*", path) for path in lacking))

@@ -10,6 +10,7 @@ from typing import Any
 
 from fp4ward.errors import UserError, shown
 from fp4ward.hardware import GIB
+from fp4ward.kernels.specs import EXPERTS
 from fp4ward.pieces import NUMBER
 from fp4ward.plan import CONTEXT, Plan, Planned
 
@@ -141,9 +142,10 @@ def why(plan: Plan, path: str) -> str:
     for regime, pick in zip(plan.regimes, choice.picks, strict=True):
         c = pick.cost
         others = "".join(f"; {name} {us:,.1f} us" for name, us in pick.others)
+        where = " as a block, norm to residual," if x.op in EXPERTS else f" inside {pick.inside},"
         lines.append(
-            f"  {regime.name:<8} {pick.kernel.name} {c.us:,.1f} us, bound by {c.bound} (floor {c.floor_us:,.2f} us: "
-            f"{c.bytes / 1e6:,.2f} MB, {c.flops / 1e9:,.2f} GFLOP){others}"
+            f"  {regime.name:<8} {pick.kernel.name}{where * bool(pick.inside)} {c.us:,.1f} us, bound by {c.bound} "
+            f"(floor {c.floor_us:,.2f} us: {c.bytes / 1e6:,.2f} MB, {c.flops / 1e9:,.2f} GFLOP){others}"
         )
     lines += [f"rejected: {name} {reason}" for name, reason in choice.rejected]
     statuses = {p.kernel.name: p.kernel.status for p in choice.picks}
@@ -156,7 +158,7 @@ def record(plan: Plan) -> dict[str, Any]:
     for p in plan.layers:
         x, choice = p.layer, p.choice
         picks = {
-            r.name: {"kernel": k.kernel.name if k.kernel.module else None, **asdict(k.cost)}
+            r.name: {"kernel": k.kernel.name if k.kernel.module else None, "inside": k.inside, **asdict(k.cost)}
             for r, k in zip(plan.regimes, choice.picks, strict=True)
         }
         layers.append({

@@ -52,7 +52,7 @@ def show(run: Run, other: Run | None, paired: Mapping[str, Paired] | None) -> No
                 for name, d in paired.items()
             ],
         )  # fmt: skip
-        console.print(f"The difference is {run.model} minus {other.model}.", markup=False, soft_wrap=True)
+        console.print(f"The difference is {run.model} now minus {other.model} as saved.", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def plot(path: str, run: Run, other: Run | None = None) -> None:
     runs = [run] if other is None else [run, other]
     names = [name for name in run.tallies() if name != "total" or len(run.tallies()) > 2]
     width = 0.8 / len(runs)
-    figure = Figure(figsize=(3.0 + 0.9 * len(names), 4.0), layout="constrained")
+    figure = Figure(figsize=(3.0 + 0.9 * len(names), 4.5), layout="constrained")
     axes = figure.subplots()
     for i, one in enumerate(runs):
         tallies = [one.tallies()[name] for name in names]
@@ -104,7 +104,7 @@ def plot(path: str, run: Run, other: Run | None = None) -> None:
     axes.set_xticks(range(len(names)), [f"{name}\nn = {run.tallies()[name].asked}" for name in names])
     axes.set(ylim=(0, 105), ylabel="accuracy on held-out questions (%)")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper right", ncols=3, frameon=False)
+    figure.legend(loc="outside upper right", frameon=False)  # in one column: names of models are long
     try:
         figure.savefig(path, dpi=150)
     except OSError as e:

@@ -19,6 +19,8 @@ PREFIXES = re.compile(r"(?:model\.language_model\.|language_model\.model\.|model
 # Parts of the checkpoint that the text model leaves out on purpose, with the reason that is shown.
 LEFT_OUT = {"visual": "vision tower: text only", "mtp": "multi-token prediction head: not used yet"}
 RECURRENT = "gated_delta"  # the operation on a recurrent layer's state
+# What of a block of experts may be one operation with them, by its names there: the gates, and the shared expert
+MOE_BLOCK = ("gate", "shared_expert_gate", *(f"shared_expert.{p}_proj" for p in ("gate", "up", "down")))
 # What multi-token prediction has beside layers `mtp.layers.N`.
 DRAFT = ("mtp.fc", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
 # Keys whose default we do not know to be harmless: any other value is another model.

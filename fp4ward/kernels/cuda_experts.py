@@ -1,5 +1,7 @@
 """Routing and experts for few tokens with NVFP4 weights, exact, in three launches: experts.cu, and its choice.
 
+`routed` is routing and experts, `block` all from the norm to the residual, `experts` what others chose.
+
 Legend: T tokens, E experts on this rank, I expert width, H hidden, k experts a token, P = T k pairs, S of a block.
 
 Layout. cuda_linear's records, of all experts one after the other: up [E, 2 I / 16, H / 128, 1152], where a tile's first
@@ -21,11 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fp4ward.formats.formats import NVFP4
-from fp4ward.formats.weight import Weight
-from fp4ward.kernels import cuda_linear, nvrtc
+from fp4ward.formats.weight import Weight, concat
+from fp4ward.kernels import cuda_linear, norm, nvrtc
 from fp4ward.kernels.cuda_linear import COLUMNS, DTYPES, H200, RECORD, ROWS, Gpu, Launch, gpu_of
+from fp4ward.kernels.experts import Router
 from fp4ward.kernels.nvrtc import Source
 
 FILE = "experts.cu"
@@ -48,8 +52,12 @@ VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "down parts 4": ({}, {"PARTS": 4}),
     "blocks of 8": ({"NT": 1}, {}),
     "blocks of 16": ({"NT": 2}, {}),
-    "shallow": ({"RECORDS": 4}, {"RECORDS": 4}),
-    "deep": ({"RECORDS": 16}, {"RECORDS": 16}),
+    "deep": ({"RECORDS": 8}, {"RECORDS": 8}),
+    "up one tile": ({"R": 1}, {}),
+    "up two tiles": ({"R": 2}, {}),
+    "down alone": ({}, {"R": 1, "CLUSTER": 1}),
+    "down two tiles": ({}, {"R": 2, "CLUSTER": 1}),
+    "down two blocks": ({}, {"R": 2, "CLUSTER": 2}),
     "spill": ({}, {"SPILL": 1}),
     "no pdl": ({"PDL": 0}, {"PDL": 0}),
 }
@@ -175,6 +183,21 @@ def _cut(steps: int, nt: int, tuning: Mapping[str, int]) -> list[tuple[int, int]
     return [(p, s) for p, s in sorted(ways) if p <= warps and tuning.get("PARTS", p) == p]
 
 
+def _ways(entry: str, tiles: int, nt: int, gpu: Gpu, tuning: Mapping[str, int]) -> list[tuple[int, int, int, int]]:
+    """Warps of a CTA, CTAs on a multiprocessor, tiles that a warp computes at once, CTAs that share down's blocks."""
+    warps, ctas = tuning.get("WARPS"), tuning.get("CTAS")
+    places = [(warps or 16, ctas or 1)] if warps or ctas else [(16, 1), (8, 2)]
+    shares = [(1, 1)]
+    if entry == "gate_up" or nt == 1:  # else registers do not hold it
+        shares += [(2, 1)] + [(2, 2)] * (entry == "down" and gpu.clusters)
+    return [
+        (*place, r, c)
+        for place in places
+        for r, c in shares
+        if tuning.get("R", r) == r and tuning.get("CLUSTER", c) == c and tiles % r == 0
+    ]
+
+
 def choose(
     tokens: int, top_k: int, shape: tuple[int, int, int], shared: int, gated: bool, gpu: Gpu,
     up: Mapping[str, int], down: Mapping[str, int],
@@ -183,7 +206,7 @@ def choose(
     count, width, hidden = shape
     pairs, k_steps, i_steps = tokens * top_k, -(-hidden // COLUMNS), -(-width // COLUMNS)
     routed = max(1, count - shared)
-    nt = up.get("NT", 2 if tokens * (top_k - shared) > 6 * routed else 1)
+    nt = up.get("NT", 2 if tokens * (top_k - shared) > 10 * routed else 1)
     nt = nt if _cut(k_steps, nt, up) and _cut(i_steps, nt, down) else 1
     size = 8 * nt
     bound = (pairs + (size - 1) * min(pairs, count)) // size
@@ -195,33 +218,40 @@ def choose(
         ("gate_up", up, k_steps, (2 if gated else 1) * width // ROWS),
         ("down", down, i_steps, hidden // ROWS),
     ):
-        warps, ctas = tuning.get("WARPS", 16), tuning.get("CTAS", 1)
-        room, best = gpu.room // ctas - (1024 if ctas > 1 else 0), None
-        for parts, span in _cut(steps, nt, tuning):
-            groups = warps // parts
-            grid = gpu.sms * ctas if entry == "gate_up" else min(tiles, gpu.sms * ctas)
-            if entry == "gate_up":
-                items, most = (-(-b * tiles // (grid * groups)) for b in (blocks, bound))
-                fixed, spill = 2 * warps * nt * 512 + lists, 0
-            else:
-                items, most = (-(-b // groups) * -(-tiles // grid) for b in (blocks, bound))
-                rows = parts * pairs * 64
-                fixed = rows + -(-4 * pairs // 16) * 16 + lists
-                spill = tuning.get("SPILL", int(fixed + 4 * groups * parts * RECORD["nvfp4"] > room))
-                fixed -= rows * spill
-            ring = 1 << max(0, (tuning.get("RECORDS", 8) // span).bit_length() - 1)
-            slots = groups * parts * span * RECORD["nvfp4"]
-            while ring > 1 and fixed + min(ring, most) * slots > room:
-                ring //= 2
-            if fixed + min(ring, most) * slots <= room:
-                cost = items * span * (1 + 0.02 * parts)
-                defines = {"NT": nt, "SPAN": span, "RING": ring, "WARPS": warps, "CTAS": ctas}
-                defines |= {"GATED": int(gated), "GATE_UP": 1} if entry == "gate_up" else {"SPILL": spill, "DOWN": 1}
-                launch = Launch(
-                    defines, entry, (grid, 1, 1), groups * parts * 32, fixed + min(ring, most) * slots, (parts,)
-                )
-                if best is None or cost < best[0]:
-                    best = cost, launch, spill * grid * parts * pairs * 64
+        best: tuple[float, Launch, int] | None = None
+        for warps, ctas, r, cluster in _ways(entry, tiles, nt, gpu, tuning):
+            room, units = gpu.room // ctas - 1024 * (ctas > 1), tiles // r
+            for parts, span in _cut(steps, nt, {"WARPS": warps, **tuning}):
+                groups = warps // parts
+                if entry == "gate_up":
+                    grid = gpu.sms * ctas
+                    items, most = (-(-b * units // (grid * groups)) for b in (blocks, bound))
+                    fixed, spill = 2 * warps * r * nt * 512 + lists, 0
+                else:
+                    grid = min(units, gpu.sms * ctas // cluster)
+                    items, most = (-(-b // (groups * cluster)) * -(-units // grid) for b in (blocks, bound))
+                    rows = parts * pairs * 64 * r
+                    fixed = rows + -(-4 * pairs // 16) * 16 + lists
+                    spill = tuning.get("SPILL", int(fixed + 4 * groups * parts * r * RECORD["nvfp4"] > room))
+                    fixed -= rows * spill
+                ring = 1 << max(0, (tuning.get("RECORDS", 4) // span).bit_length() - 1)
+                slots = groups * parts * span * r * RECORD["nvfp4"]
+                while ring > 1 and fixed + min(ring, most) * slots > room:
+                    ring //= 2
+                shared = fixed + min(ring, most) * slots
+                # In records of a group: what it decodes, x brought for each, what its warps wait for each other, the
+                # first item's way here, clusters; one CTA on a multiprocessor or two. Ranks as an H200 did.
+                cost = items * (span * (r + (0.4 if entry == "down" else 0)) + 0.6 + 0.15 * parts + 0.2 * (ctas - 1))
+                cost += span * r + 3 * (cluster > 1) + 0.5 * (ctas == 1)
+                if shared > room or (best is not None and cost >= best[0]):
+                    continue
+                defines = {"NT": nt, "SPAN": span, "RING": ring, "WARPS": warps, "CTAS": ctas, "R": r}
+                if entry == "gate_up":
+                    defines |= {"GATED": int(gated), "GATE_UP": 1}
+                else:
+                    defines |= {"SPILL": spill, "CLUSTER": cluster, "DOWN": 1}
+                launch = Launch(defines, entry, (grid, cluster, 1), groups * parts * 32, shared, (parts,))
+                best = cost, launch, spill * grid * parts * pairs * 64 * r
         assert best is not None, f"experts {shape}, {pairs} pairs: {entry} with {dict(tuning)} does not fit {gpu}"
         made.append(best)
     return Plan(size, bound, made[0][1], made[1][1], made[1][2])
@@ -340,15 +370,17 @@ def route(
 
 def run(
     x_TH: Tensor, w: Prepared, routing: Routing, up: Mapping[str, int] | None = None,
-    down: Mapping[str, int] | None = None,
+    down: Mapping[str, int] | None = None, residual_TH: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [T, H] bf16 or f16 -> [T, H], in two launches; up, down: as at `choose`, the same that made the list."""
+    """x [T, H] bf16 or f16 -> [T, H], residual added in f32, in two launches; up, down: as at `choose`, the same that
+    made the list."""
     (tokens, hidden), k, width = x_TH.shape, routing.slots.shape[1], w.shape[1]
     assert x_TH.dtype in DTYPES and hidden == w.shape[2] and routing.slots.shape[0] == tokens
     y = torch.empty(tokens, hidden, dtype=x_TH.dtype, device=x_TH.device)
     if tokens == 0 or k == 0:
-        return y.zero_()
-    x = x_TH
+        return y.zero_() if residual_TH is None else y.copy_(residual_TH)
+    assert residual_TH is None or (residual_TH.shape == x_TH.shape and residual_TH.dtype == x_TH.dtype)
+    x, residual = x_TH, None if residual_TH is None else residual_TH.contiguous()
     pitch = x.stride(0) if tokens > 1 else hidden
     if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:
         x, pitch = x.clone(memory_format=torch.contiguous_format), hidden
@@ -361,10 +393,50 @@ def run(
         plan.bound, w.up_scale.shape[1], hidden, pitch, *a.extra, k, pdl=(up or {}).get("PDL", 1) > 0,
     )  # fmt: skip
     second(
-        b.grid, b.threads, b.shared, w.down, w.down_scale, h, routing.list, routing.slots, routing.weights, spill, y,
-        plan.bound, hidden, width, *b.extra, k, tokens, pdl=(down or {}).get("PDL", 1) > 0,
+        b.grid, b.threads, b.shared, w.down, w.down_scale, h, routing.list, routing.slots, routing.weights, spill,
+        residual, y, plan.bound, hidden, width, *b.extra, k, tokens, pdl=(down or {}).get("PDL", 1) > 0,
     )  # fmt: skip
     return y
+
+
+def routed(
+    x_TH: Tensor, w: Prepared, logits_TE: Tensor, router: Router, shared_gate_T: Tensor | None = None,
+    residual_TH: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The experts that `router` chooses by logits (f32, bf16 or f16), and w's shared ones: x [T, H] -> [T, H].
+
+    Three launches for up to MAX_PAIRS choices, no host synchronisation; equal inputs give equal bits. Graph-capturable
+    with any routing, but for the first call of a kernel.
+    """
+    step, done = MAX_PAIRS // (router.top_k + w.shared), []
+    for at in range(0, max(1, len(x_TH)), step):
+        few = slice(at, at + step)
+        gate, residual = (t if t is None else t[few] for t in (shared_gate_T, residual_TH))
+        choice = route(logits_TE[few], prepared=w, dtype=x_TH.dtype, shared_gate_T=gate, **vars(router))
+        done.append(run(x_TH[few], w, choice, residual_TH=residual))
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Experts with their shared ones, and gates [>= E + 1, H]: a row an expert, the shared expert's, zeros."""
+
+    experts: Prepared
+    gates: Tensor
+
+
+def prepare_block(*weights: Weight) -> Block:
+    """From experts.block's gate, up, down, router's gate, shared_gate and the shared gate, up, down."""
+    gates = concat(weights[3:5]).parts["data"]
+    gates = functional.pad(gates, (0, 0, 0, -len(gates) % 8))  # rows of logits stay aligned
+    return Block(prepare(*weights[:3], shared=weights[5:]), gates)
+
+
+def block(x_TH: Tensor, w: Block, norm_H: Tensor, eps: float, router: Router) -> Tensor:
+    """experts.block for all experts on one rank: norm, one product with all gates, and `routed`, which adds x."""
+    n, count = norm.rms_norm(x_TH, norm_H, eps), w.experts.shape[0] - w.experts.shared
+    logits = functional.linear(n, w.gates)
+    return routed(n, w.experts, logits[:, :count], router, logits[:, count], x_TH)
 
 
 checked = False  # tests: look for an expert that a token has twice; the host waits for the device

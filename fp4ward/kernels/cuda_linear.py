@@ -201,89 +201,159 @@ def _take_back(records: Tensor, w: Weight) -> None:
 
 
 class Launch(NamedTuple):
-    """defines and entry of a kernel, and all of its launch that does not depend on pointers."""
+    """defines and entry of a kernel, and all of its launch that does not depend on pointers. us: as estimated."""
 
     defines: dict[str, int]
     entry: str
     grid: tuple[int, int, int]
     threads: int
     shared: int
-    extra: tuple[int, ...] = ()  # parts and chunks of K
+    extra: tuple[int, ...] = ()  # of experts: parts of K
+    us: float = 0.0
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """sms: multiprocessors. room: bytes of shared memory that one block may have. clusters: has them."""
+    """sms: multiprocessors. room: bytes of shared memory that one block may have. clusters: has them. warpgroups: has
+    tensor cores that warpgroups feed from shared memory."""
 
     sms: int
     room: int
     clusters: bool
+    warpgroups: bool = False
+
+    def slots(self, cluster: int) -> int:
+        """CTAs in clusters of this size that find a multiprocessor each (an H200: 30 of 4, 15 of 8)."""
+        return self.sms // cluster * cluster if cluster < 4 else max(cluster, self.sms * 10 // 11)
 
 
 def gpu_of(sm: int, sms: int) -> Gpu:
-    return Gpu(sms, {80: 163, 90: 227, 100: 227, 103: 227}.get(sm, 99) << 10, sm >= 90)
+    return Gpu(sms, {80: 163, 90: 227, 100: 227, 103: 227}.get(sm, 99) << 10, sm >= 90, sm == 90)
 
 
 H200 = gpu_of(90, 132)
 
 
-def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str, int]) -> Launch:
-    """At most 16 tokens: warps part K and keep x in registers while the CTA goes through tiles of rows."""
-    nt, warps, ctas = -(-tokens // 8), tuning.get("WARPS", 16), tuning.get("CTAS", 1)
-    tiles, steps = -(-n // ROWS), -(-k // COLUMNS)
-    fixed = (2 * warps + 8) * nt * 512
-    fit = (gpu.room // ctas - fixed) // (warps * SLOT[kind])
-    most = tuning.get("STEPS", min(64 // (nt * warps * ctas), 1 << max(0, fit.bit_length() - 1)))  # x fills registers
-    chunks = -(-steps // (warps * most))
-    records = tuning.get("STEPS", 1)
-    while records * warps < -(-steps // chunks):
-        records *= 2
-    parts = -(-steps // (chunks * records))
-    groups = 1 if chunks > 1 else max(1, min(warps // parts, -(-tiles // (gpu.sms * ctas))))
-    used = parts * groups
-    ring = min(tuning.get("RING", -(-4 // records)), (gpu.room // ctas - fixed) // (warps * records * SLOT[kind]))
-    assert ring > 0, f"x of {tokens} tokens by {k} does not fit {gpu.room} bytes of shared memory"
-    defines = {"NT": nt, "STEPS": records, "RING": ring, "WARPS": warps, "CTAS": ctas}
-    grid = min(gpu.sms * ctas, -(-tiles // groups))
-    items = -(-tiles // (grid * groups)) * chunks
-    shared = fixed + warps * min(ring, items) * records * SLOT[kind]
-    return Launch(defines, "narrow", (grid, 1, 1), used * 32, shared, (parts, chunks))
+def gpu_here(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    return gpu_of(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
-def wide(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str, int]) -> Launch:
-    """At most 64 tokens: a CTA computes 32 WN rows, x goes through shared memory, CLUSTER CTAs part K."""
-    nt, ctas = next(t for t in (1, 2, 4, 8) if tokens <= 8 * t), tuning.get("CTAS", 1)
-    tiles, steps = -(-n // ROWS), -(-k // COLUMNS)
-    room = gpu.room // ctas
-    warps = tuning.get("WARPS", 8 if 2 * (nt * 8 * 256 + 16 * SLOT[kind]) <= room else 4)
+# Ways to launch each kernel that were worth having on an H200, and what names a kernel among a caller's tuning.
+WAYS: dict[str, tuple[dict[str, int], ...]] = {
+    "narrow": tuple({"WARPS": w, "R": r, "CTAS": c} for w, r, c in ((12, 1, 1), (12, 1, 2), (8, 1, 2), (16, 2, 1))),
+    "wide": tuple(
+        {"WARPS": w, "WN": n, "R": r}
+        for w, n, r in ((8, 1, 1), (8, 1, 2), (8, 2, 1), (8, 2, 2), (8, 8, 1), (12, 3, 1), (12, 6, 2), (16, 1, 1))
+    ),
+    "warpgroup": tuple({"GROUPS": g, "R": r} for g, r in ((2, 1), (2, 2), (3, 1))),
+}
+CLUSTERS = {"narrow": (1, 2), "wide": (1, 2, 4), "warpgroup": (1, 2, 4, 8)}
+OWN = {"DEPTH": "narrow", "WN": "wide", "GROUPS": "warpgroup"}
 
-    def stage(wn: int) -> int:
-        return nt * 8 * (warps // wn) * 256 + warps * 2 * SLOT[kind]
+# Microseconds on an H200: to begin; in a cluster; for each record that a multiprocessor goes through, for 8 tokens of
+# it, and once more where a warp has no second tile to read x for; for a KiB of x; for each stage, and for 8 tokens of
+# it; for each partial sum; for each CTA beyond the first; for a kernel that leaves no room to another CTA. Fitted to
+# NVFP4 on 23 shapes (docs/LOG.md); they rank, no more.
+COSTS = {
+    "narrow": (2.1, 0.61, 0.0285, 0.0101, 0, 0.0181, 0, 0, 0.032, 0, 0.33),
+    "wide": (0.05, 0.81, 0.0305, 0.0078, 0.0035, 0.0009, 0.118, 0.0196, 0.0047, 1.19, 1.31),
+    "warpgroup": (1.28, 0, 0.0368, 0.0035, 0, 0, 0.0356, 0.0221, 0.0169, 1.03, 1.53),
+}
 
-    def us(shape: tuple[int, int]) -> float:
-        """Expected: bytes through L2 at 42 KB a us and SM, or products at 6.5 cycles of 1.75 GHz, and what is fixed."""
-        wn, cluster = shape
-        share = -(-steps // cluster)
-        sms = (
-            gpu.sms if cluster == 1 else max(cluster, gpu.sms // 16 * 16)
-        )  # a cluster's lie in one of about eight groups
-        waves = -(-(-(-tiles // (2 * wn)) * cluster) // sms)
-        read = share * (2 * wn * RECORD[kind] + nt * 8 * 256) / 42e3
-        return waves * (max(read, share * wn * nt * 26 / 1750) + 1) + (cluster > 1)
 
-    clusters = [c for c in (1, 2, 4, 8) if c <= max(1, steps // 2) and (c == 1 or gpu.clusters)]
-    wn, cluster = min(((w, c) for w in (warps, warps // 2) if 2 * stage(w) <= room for c in clusters), key=us)
-    wn, cluster = tuning.get("WN", wn), tuning.get("CLUSTER", cluster)
-    ring = min(tuning.get("RING", 6), room // stage(wn))
-    assert ring > 1, f"two stages of WN={wn} need more than {room} bytes of shared memory"
-    defines = {"NT": nt, "WN": wn, "CLUSTER": cluster, "RING": ring, "WARPS": warps, "CTAS": ctas}
-    grid = (-(-tiles // (2 * wn)), cluster, 1)
-    stages = -(-steps // (cluster * (warps // wn)))
-    return Launch(defines, "wide", grid, warps * 32, max(min(ring, stages) * stage(wn), warps * 2 * nt * 512))
+def _us(
+    entry: str, cluster: int, records: int, nt: int, r: int, x: int, stages: int, sums: int, ctas: int, solo: bool
+) -> float:  # fmt: skip
+    products = records * nt
+    amounts = (
+        1, cluster > 1, records, products, products * (r == 1), x / 1024, stages, stages * nt, sums, ctas - 1, solo
+    )  # fmt: skip
+    return sum(cost * amount for cost, amount in zip(COSTS[entry], amounts, strict=True))
+
+
+def _alone(gpu: Gpu, grid: int, cluster: int, shared: int) -> int:
+    """Bytes of shared memory that let a multiprocessor hold only as many CTAs as it needs for this grid. PDL would else
+    give the next grid's first CTAs to those that have none of this one, several to each, and wait for them."""
+    ctas = grid * cluster
+    return shared if ctas == gpu.sms else max(shared, gpu.room // (-(-ctas // gpu.slots(cluster)) + 1) + 1)
+
+
+def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int]) -> Launch | None:
+    """At most 16 tokens: x lies in shared memory, parted over CLUSTER CTAs. None where it does not fit."""
+    nt, warps, ctas, r, cluster = -(-tokens // 8), way["WARPS"], way["CTAS"], way["R"], way["CLUSTER"]
+    tiles, share = -(-n // ROWS), -(-k // (COLUMNS * cluster))
+    units = -(-tiles // r)
+    grid = max(1, min(units, gpu.sms // cluster))
+    most = -(-units // grid)
+    x = (1 if tokens == 1 else 8 * nt) * share * 256
+    fixed = warps * 2 * r * nt * 512 + (cluster > 1) * most * r * nt * 512 + 256 + most * r * 64 + x
+    stage = warps * r * SLOT[kind]
+    fit = (gpu.room // ctas - 1024 * (ctas > 1) - fixed) // stage
+    depth = way.get("DEPTH", 4 if fit >= 4 else 2)
+    if nt > 2 or depth > fit or (cluster > 1 and not gpu.clusters):
+        return None
+    defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CTAS": ctas, "CLUSTER": cluster}
+    sums = (cluster > 1) * most * r * nt
+    us = _us("narrow", cluster, most * r * share, nt, r, x, 0, sums, 1, ctas == 1)
+    us += 0.0013 * nt * most * r * share * (warps == 8)
+    shared = _alone(gpu, grid, cluster, depth * stage + fixed)
+    return Launch(defines, "narrow", (grid, cluster, 1), warps * 32, shared, us=us)
+
+
+def wide(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int]) -> Launch | None:
+    """At most 64 tokens: a CTA computes 16 R WN rows, x goes through shared memory, CLUSTER CTAs part K."""
+    warps, wn, r, cluster = way["WARPS"], way["WN"], way["R"], way["CLUSTER"]
+    nt, parts = next(t for t in (1, 2, 4, 8) if tokens <= 8 * t), warps // wn
+    share, grid = -(-k // (COLUMNS * cluster)), -(-n // (ROWS * r * wn))
+    per = -(-grid * cluster // gpu.slots(cluster))
+    stage, stages = nt * 8 * parts * 256 + warps * r * SLOT[kind], -(-share // parts)
+    two = per > 1 and 2 * stage <= gpu.room // 2 - 1024 and warps * r * nt <= 64  # more sums want more registers
+    ctas = way.get("CTAS", 1 + two)
+    ring = min(way.get("RING", 6), (gpu.room // ctas - 1024 * (ctas > 1)) // stage)
+    if ring < 2 or (cluster > 1 and not gpu.clusters):
+        return None
+    defines = {"NT": nt, "WN": wn, "R": r, "CLUSTER": cluster, "RING": ring, "WARPS": warps, "CTAS": ctas}
+    sums = per * r * wn * nt * (parts + cluster * (cluster > 1))
+    x = per * nt * 8 * share * 256
+    us = _us("wide", cluster, per * r * wn * share, nt, r, x, -(-per // ctas) * stages, sums, per, ctas == 1)
+    shared = max(min(ring, stages) * stage, warps * r * nt * 512 + wn * r * 64)
+    return Launch(defines, "wide", (grid, cluster, 1), warps * 32, _alone(gpu, grid, cluster, shared), us=us)
+
+
+def warpgroup(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int]) -> Launch | None:
+    """At most 64 tokens on SM90: asynchronous products of decoded registers with x in shared memory."""
+    groups, r, cluster = way["GROUPS"], way["R"], way["CLUSTER"]
+    nt, rows = next(t for t in (2, 4, 8) if tokens <= 8 * t), groups * 4 * r
+    share, grid = -(-k // (COLUMNS * cluster)), -(-n // (ROWS * rows))
+    per = -(-grid * cluster // gpu.slots(cluster))
+    ctas = way.get("CTAS", min(per, 2) if groups < 3 and (r < 2 or nt < 8) else 1)
+    x, stage = 2 * nt * 2048, rows * SLOT[kind]
+    ring = min(way.get("RING", 4), (gpu.room // ctas - 1024 * (ctas > 1) - x) // stage)
+    if not gpu.warpgroups or kind == "fp8_block" or ring < 2:
+        return None
+    defines = {"NT": nt, "GROUPS": groups, "R": r, "CLUSTER": cluster, "RING": ring, "CTAS": ctas}
+    sums = per * rows * nt * (cluster > 1)
+    us = _us("warpgroup", cluster, per * rows * share, nt, r, 0, -(-per // ctas) * share, sums, per, ctas == 1)
+    shared = _alone(gpu, grid, cluster, max(x + ring * stage, (cluster > 1) * rows * (nt * 512 + 256)))
+    return Launch(defines, "warpgroup", (grid, cluster, 1), groups * 128, shared, us=us)
 
 
 def choose(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str, int]) -> Launch:
-    return (wide if tuning.get("WIDE", tokens > 16) else narrow)(kind, tokens, n, k, gpu, tuning)
+    """The launch with the lowest estimate. tuning: defines that override a way's; DEPTH, WN or GROUPS names a kernel.
+
+    Depends on tokens only through ceil(tokens / 8) up to 16, whether there is one, and the power of two from there on.
+    """
+    named = [entry for key, entry in OWN.items() if key in tuning]
+    found: list[Launch] = []
+    for entry, make in (("narrow", narrow), ("wide", wide), ("warpgroup", warpgroup)):
+        if entry in named if named else entry != "warpgroup" or tokens > 8:
+            steps = -(-k // COLUMNS)
+            clusters = [c for c in CLUSTERS[entry] if c == 1 or 2 * c <= steps]
+            ways = [{"CLUSTER": c, **way, **tuning} for way in WAYS[entry] for c in clusters]
+            found += filter(None, (make(kind, tokens, n, k, gpu, way) for way in ways))
+    assert found, f"no kernel for {tokens} tokens by [{n}, {k}] with {dict(tuning)} fits {gpu}"
+    return min(found, key=lambda launch: launch.us)
 
 
 def _source(kind: str, entry: str, half: bool = False, defines: Mapping[str, int] | None = None) -> Source:
@@ -291,31 +361,30 @@ def _source(kind: str, entry: str, half: bool = False, defines: Mapping[str, int
     return Source(FILE, tuple({**DEFINES[kind], "HALF": int(half), **own}.items()), entry)
 
 
+@functools.cache
 def sources(sm: int) -> list[Source]:
-    """What `choose` takes for weights of any size on GPUs of this SM."""
+    """What `choose` takes for bf16 and weights of most sizes on GPUs of this SM; f16 is compiled when it is met."""
     gpu = gpu_of(sm, H200.sms)
-    sizes, found = [16 << i for i in range(15)], []
+    sizes = sorted(odd << i for odd in (1, 3, 5) for i in range(4, 19) if odd << i < 1 << 18)
+    found = [_source(kind, "pack") for kind in DEFINES]
     for kind in DEFINES:
-        launches = [choose(kind, t, n, k, gpu, {}) for t in (8, 16, 32, 64) for n in sizes for k in sizes]
-        found += [_source(kind, made.entry, half, made.defines) for half in (False, True) for made in launches]
-        found += [_source(kind, "pack")]
+        launches = [choose(kind, t, n, k, gpu, {}) for t in (1, 8, 16, 32, 64) for n in sizes for k in sizes[9::2]]
+        found += [_source(kind, made.entry, False, made.defines) for made in launches]
     return list(dict.fromkeys(found))
 
 
 @functools.cache
 def _launch(kind: str, dtype: torch.dtype, tokens: int, n: int, k: int, device: torch.device, tuning: Any) -> Any:
-    properties = torch.cuda.get_device_properties(device)
-    gpu = gpu_of(10 * properties.major + properties.minor, properties.multi_processor_count)
-    made = choose(kind, tokens, n, k, gpu, dict(tuning))
+    made = choose(kind, tokens, n, k, gpu_here(device), dict(tuning))
     return nvrtc.kernel(_source(kind, made.entry, dtype == torch.float16, made.defines), device), made
 
 
 def linear(x_TK: Tensor, w: Prepared, bias: Tensor | None = None, **tuning: int) -> Tensor:
     """x [T, K] bf16 or f16, at most 64 tokens; bias [N] of the same type -> [T, N].
 
-    tuning: defines of linear.cu that override the choice (WIDE=1 takes the kernel for many tokens), for benchmarks. The
-    order of a sum depends on ceil(T / 8) up to 16 tokens, and on T > 32 beyond, not on the other tokens: a row alone
-    equals the row in a batch of its class, bit for bit. Graph-capturable, but for a kernel's first call.
+    tuning: defines of linear.cu that override the choice, for benchmarks. The order of a sum depends on T only through
+    its class (1; to 8, 16, 32, 64), not on the other tokens: a row in a batch equals the row in any other batch of its
+    class, bit for bit. Graph-capturable, but for a kernel's first call.
     """
     (tokens, k), n = x_TK.shape, w.shape[0]
     assert x_TK.dtype in DTYPES and k == w.shape[1] and tokens <= MAX_TOKENS, f"{x_TK.dtype} {list(x_TK.shape)}"
@@ -327,7 +396,7 @@ def linear(x_TK: Tensor, w: Prepared, bias: Tensor | None = None, **tuning: int)
         if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:  # a lane reads 16 bytes at once
             x, pitch = x.clone(memory_format=torch.contiguous_format), k
         kernel, made = _launch(w.kind, x.dtype, tokens, n, k, x.device, tuple(sorted(tuning.items())))
-        sizes = (tokens, n, k, pitch, *made.extra)
+        sizes = (tokens, n, k, pitch)
         tensors = (w.records, w.row_scale, x, bias, y)
         kernel(made.grid, made.threads, made.shared, *tensors, *sizes, pdl=tuning.get("PDL", 1) > 0)
     return y

@@ -4,11 +4,12 @@
 // pair is one choice of one token, p = t k + j. A block is up to S = 8 NT pairs of one expert.
 //
 // gate_up: h[p] = silu(gate x) * (up x), or relu(up x)^2. A tile of 16 rows is 8 of gate and the same 8 of up, so that
-// a lane's C fragment holds both. All groups of warps share all (block, tile) evenly, each a run of neighbours: x stays
+// a lane's C fragment holds both; an item is R tiles. All groups of warps share all (block, tile) evenly, each a run of neighbours: x stays
 // in registers until the block changes.
-// down: y[t] = sum_j weight[t, j] (down h[t k + j]). A CTA owns 16 rows of y and goes through all blocks, so the sum
-// needs neither atomics nor another launch: each pair's rows lie in shared memory (or, SPILL, in memory) until all are
-// there. It runs over a token's choices in their order; a result does not depend on what the other tokens are.
+// down: y[t] = sum_j weight[t, j] (down h[t k + j]), and the residual. CLUSTER CTAs own 16 R rows of y and share all
+// blocks, so the sum needs neither atomics nor another launch: each pair's rows lie in the shared memory of one of them,
+// where the others have zeros (or, SPILL, in memory), until all are there. It runs over a token's choices in their
+// order; a result does not depend on what the other tokens are.
 //
 // Both: `parts` warps, a group, share K, SPAN records each; a lane copies what it will read itself into its warp's ring
 // of RING items; the activations of the next block replace those of this one record by record. Columns of B do not mix,
@@ -17,8 +18,8 @@
 // Launched early (PDL): gate_up waits before it reads the list, and only then lets down start; so whatever came before
 // gate_up is complete when down begins, and down reads list and weights before it waits for h.
 //
-// Defines: GATE_UP or DOWN with NT, SPAN, RING, WARPS, CTAS, HALF, PDL and GATED (or relu^2), SPILL; or ROUTE with
-// EACH, experts a lane, and WARPS.
+// Defines: GATE_UP or DOWN with NT, SPAN, RING, WARPS, CTAS, HALF, PDL, R and GATED (or relu^2); CLUSTER, SPILL; or ROUTE
+// with EACH, experts a lane, and WARPS.
 
 #define W4 1
 #include "mma.cuh"
@@ -29,6 +30,10 @@ __device__ __forceinline__ int load_l2(const void *at) {  // never from this mul
   return v;
 }
 
+#ifndef R
+#define R 1
+#endif
+
 #if defined(GATE_UP) || defined(DOWN)
 constexpr int S = 8 * NT;
 constexpr u32 DEAD = 0xFFFF;
@@ -38,42 +43,44 @@ struct At {
 };
 
 // 128 registers at most, so that with 8 warps down can be there before gate_up has left.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS * WARPS < 16 ? 16 / WARPS : CTAS)
+extern "C" __global__ void SHARE __launch_bounds__(WARPS * 32, CTAS * WARPS < 16 ? 16 / WARPS : CTAS)
 #ifdef GATE_UP
 gate_up(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, const int *list, u16 *y, int bound,
         int n, int k, int pitch, int parts, int top_k) {
 #else
 down(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, const int *list, const int *slots,
-     const float *weights, float *spilled, u16 *y, int bound, int n, int k, int parts, int top_k, int tokens) {
+     const float *weights, float *spilled, const u16 *residual, u16 *y, int bound, int n, int k, int parts, int top_k,
+     int tokens) {
   const int pitch = k, pairs = tokens * top_k;
 #endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const u32 group = warp / parts, part = warp % parts, groups = warps / parts;
-  const u32 steps = (k + 127) >> 7, tiles = n >> 4, first = part * SPAN, own = steps - first;
+  const u32 steps = (k + 127) >> 7, tiles = (n >> 4) / R, first = part * SPAN, own = steps - first;  // of R at once
   const u8 *const codes = w + first * RECORD + lane * 16;
 #ifdef GATE_UP
-  float4(*partial)[WARPS][NT][32] = (float4(*)[WARPS][NT][32])shared_memory;  // [2]
+  float4(*partial)[WARPS][R][NT][32] = (float4(*)[WARPS][R][NT][32])shared_memory;  // [2]
   u16 *const expert = (u16 *)(partial + 2);
   after_previous_kernel();
   let_next_kernel_start();
 #else
   let_next_kernel_start();
-  float *const factor = (float *)shared_memory + (SPILL ? 0 : parts * pairs * 16);
-  auto rows_of = [&](u32 p, u32 q) {  // the 16 of pair p from part q
-    const u32 at = (q * pairs + p) * 16;
-    return (SPILL ? spilled + (long long)blockIdx.x * parts * pairs * 16 : (float *)shared_memory) + at;
+  const u32 rank = CLUSTER > 1 ? blockIdx.y : 0;
+  float *const factor = (float *)shared_memory + (SPILL ? 0 : parts * pairs * 16 * R);
+  auto rows_of = [&](u32 p, u32 q) {  // the 16 R of pair p from part q
+    const u32 at = (q * pairs + p) * 16 * R;
+    return (SPILL ? spilled + (long long)blockIdx.x * parts * pairs * 16 * R : (float *)shared_memory) + at;
   };
   u16 *const expert = (u16 *)(factor + pairs);
   for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
     const bool dead = load_l2(slots + p) < 0;  // in no block: nobody writes its rows
     factor[p] = dead ? 0.0f : __uint_as_float(load_l2(weights + p));
-    if (dead)
+    if (dead || (CLUSTER > 1 && !SPILL))
       for (int q = 0; q < parts; q++)
-        for (int r = 0; r < 16; r++) rows_of(p, q)[r] = 0.0f;
+        for (int r = 0; r < 4 * R; r++) ((float4 *)rows_of(p, q))[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 #endif
   const u16 *const pair = expert + bound;
-  const u32 ring = ((shared_at(pair + bound * S) + 15) & ~15u) + warp * SLOT;  // [RING][SPAN][warps]
+  const u32 ring = ((shared_at(pair + bound * S) + 15) & ~15u) + warp * (R * SLOT);  // [RING][SPAN][warps][R]
 #pragma unroll 4
   for (int i = threadIdx.x; i < bound * (1 + S); i += blockDim.x) expert[i] = u16(load_l2(list + 1 + i));
   const u32 blocks = load_l2(list);
@@ -90,17 +97,20 @@ down(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
     if (++a.tile == tiles) a.tile = 0, a.block++;
   };
 #else
-  at.block = group, at.tile = group < blocks ? blockIdx.x : tiles;
+  const u32 begin = group * CLUSTER + rank;
+  at.block = begin, at.tile = begin < blocks ? blockIdx.x : tiles;
   auto live = [&](const At &a, int) { return a.tile < tiles; };
   auto next = [&](At &a) {
-    a.block += groups;
-    if (a.block >= blocks) a.block = group, a.tile += gridDim.x;
+    a.block += groups * CLUSTER;
+    if (a.block >= blocks) a.block = begin, a.tile += gridDim.x;
   };
 #endif
   auto request = [&](const At &a, int slot, int s, int ahead) {  // ahead: items
     if (live(a, ahead) && s < own)
-      fetch(ring + (slot * SPAN + s) * (warps * SLOT),
-            codes + (unsigned long long)((expert[a.block] * tiles + a.tile) * steps + s) * RECORD, lane);
+#pragma unroll
+      for (int r = 0; r < R; r++)
+        fetch(ring + (slot * SPAN + s) * (warps * R * SLOT) + r * SLOT,
+              codes + (unsigned long long)(((expert[a.block] * tiles + a.tile) * R + r) * steps + s) * RECORD, lane);
     commit();
   };
 
@@ -148,38 +158,48 @@ down(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
 
   int slot = 0, turn = 0, side = 0;
   auto multiply_item = [&] {
-    const int row = tiles * 16 * expert[at.block] + at.tile * 16 + (lane >> 2);
-    const bool finishes = part == turn;  // in gate_up: adds up this tile's sums
-    float up = 0.0f, lower = 0.0f;
+    const int row = (tiles * expert[at.block] + at.tile) * (16 * R) + (lane >> 2);
+    float up[R] = {}, lower[R] = {};
+#pragma unroll
+    for (int r = 0; r < R; r++)
 #ifdef GATE_UP
-    if (finishes)
+      if (part == (turn + r) % parts)  // adds up this tile's sums
 #endif
-      up = scale[row] * FACTOR, lower = scale[row + 8] * FACTOR;
+        up[r] = scale[row + r * 16] * FACTOR, lower[r] = scale[row + r * 16 + 8] * FACTOR;
     At then = at;
     next(then);
     const u32 other = live(then, 1) && then.block != at.block ? then.block : ~0u;  // the next block, if it is another
     bool full[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) full[t] = t == 0 || pair[at.block * S + t * 8] != DEAD;
-    float c[NT][4] = {};
+    float c[R][NT][4] = {};
 #pragma unroll
     for (int s = 0; s < SPAN; s++) {
       await<RING * SPAN - 1>();
-      const Step v = read(ring + (slot * SPAN + s) * (warps * SLOT), lane);
-      request(ahead, slot, s, RING);
-      if (s < own) {
+      const u32 from = ring + (slot * SPAN + s) * (warps * R * SLOT);
+      Step v[R];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const Scales by = scales_of(v, h);
+      for (int r = 0; r < R; r++) v[r].scale = load4(from + r * SLOT + 1024 + lane * 4);
+      auto read_codes = [&](int h) {
 #pragma unroll
-          for (int j = 0; j < 4; j++) {
+        for (int r = 0; r < R; r++) v[r].code[h] = load16(from + r * SLOT + h * 512 + lane * 16);
+      };
+      read_codes(0);
+      if (R == 1) read_codes(1), request(ahead, slot, s, RING);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (R > 1 && h == 1) read_codes(1), request(ahead, slot, s, RING);  // later: registers are scarce
+        if (s >= own) continue;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+          for (int r = 0; r < R; r++) {
             u32 a[4];
-            decode(a, v, by, h, j);
+            decode(a, v[r], scales_of(v[r], h), h, j);
 #pragma unroll
             for (int t = 0; t < NT; t++)
-              if (full[t]) multiply(c[t], a, b[s][h][t][2 * j], b[s][h][t][2 * j + 1]);
+              if (full[t]) multiply(c[r][t], a, b[s][h][t][2 * j], b[s][h][t][2 * j + 1]);
           }
-        }
       }
       if (other != ~0u) load_x(other, s);
     }
@@ -188,29 +208,33 @@ down(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
 
 #ifdef GATE_UP
 #pragma unroll
-    for (int t = 0; t < NT; t++) partial[side][warp][t][lane] = fragment(c[t]);
-    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(parts * 32) : "memory");
-    if (finishes)
-#pragma unroll 1
-      for (int t = 0; t < NT; t++) {
-        float4 v = partial[side][group * parts][t][lane];
-#pragma unroll 4
-        for (int p = 1; p < parts; p++) add(v, partial[side][group * parts + p][t][lane]);
-        const float sums[4] = {v.x, v.y, v.z, v.w};
+    for (int r = 0; r < R; r++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const u32 p = pair[at.block * S + t * 8 + (lane & 3) * 2 + i];
-          if (p == DEAD) continue;
-          const float high = sums[i] * up, low = sums[2 + i] * lower;
-          u16 *to = y + (long long)p * (GATED ? n / 2 : n) + at.tile * (GATED ? 8 : 16) + (lane >> 2);
-          if (GATED) to[0] = narrow16(__fdividef(high, 1.0f + __expf(-high)) * low);
-          else {
-            const float a = fmaxf(high, 0.0f), b = fmaxf(low, 0.0f);
-            to[0] = narrow16(a * a), to[8] = narrow16(b * b);
+      for (int t = 0; t < NT; t++) partial[side][warp][r][t][lane] = fragment(c[r][t]);
+    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(parts * 32) : "memory");
+#pragma unroll
+    for (int r = 0; r < R; r++)
+      if (part == (turn + r) % parts)
+#pragma unroll 1
+        for (int t = 0; t < NT; t++) {
+          float4 v = partial[side][group * parts][r][t][lane];
+#pragma unroll 4
+          for (int p = 1; p < parts; p++) add(v, partial[side][group * parts + p][r][t][lane]);
+          const float sums[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            const u32 p = pair[at.block * S + t * 8 + (lane & 3) * 2 + i];
+            if (p == DEAD) continue;
+            const float high = sums[i] * up[r], low = sums[2 + i] * lower[r];
+            u16 *to = y + (long long)p * (GATED ? n / 2 : n) + (at.tile * R + r) * (GATED ? 8 : 16) + (lane >> 2);
+            if (GATED) to[0] = narrow16(__fdividef(high, 1.0f + __expf(-high)) * low);
+            else {
+              const float a = fmaxf(high, 0.0f), b = fmaxf(low, 0.0f);
+              to[0] = narrow16(a * a), to[8] = narrow16(b * b);
+            }
           }
         }
-      }
-    side ^= 1, turn = turn + 1 == parts ? 0 : turn + 1;
+    side ^= 1, turn = (turn + R) % parts;
 #else
 #pragma unroll
     for (int t = 0; t < NT; t++)
@@ -218,7 +242,9 @@ down(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
       for (int i = 0; i < 2; i++) {
         const u32 p = pair[at.block * S + t * 8 + (lane & 3) * 2 + i];
         float *to = rows_of(p, part) + (lane >> 2);
-        if (p != DEAD) to[0] = c[t][i] * up, to[8] = c[t][2 + i] * lower;
+#pragma unroll
+        for (int r = 0; r < R; r++)
+          if (p != DEAD) to[16 * r] = c[r][t][i] * up[r], to[16 * r + 8] = c[r][t][2 + i] * lower[r];
       }
 #endif
     next(at);
@@ -229,23 +255,32 @@ down(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
 #else
   for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     while (at.tile == tile) multiply_item();
-    __syncthreads();
-    for (int i = threadIdx.x; i < tokens * 4; i += blockDim.x) {
-      const int t = i >> 2;
-      auto from = [&](u32 p, u32 q) { return *(const float4 *)(rows_of(p, q) + (i & 3) * 4); };
+    meet_cluster();
+    for (int i = rank * blockDim.x + threadIdx.x; i < tokens * 4 * R; i += blockDim.x * CLUSTER) {
+      const int t = i / (4 * R), part_of = i % (4 * R) * 4;
+      auto from = [&](u32 p, u32 q) {
+        const float4 *own = (const float4 *)(rows_of(p, q) + part_of);
+        return SPILL ? *own : cluster_sum(own);
+      };
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll(SPILL || RING == 1 ? 2 : 4)  // few registers are left
+#pragma unroll(SPILL || RING == 1 || CLUSTER > 1 ? 2 : 4)  // few registers are left
       for (int p = t * top_k; p < (t + 1) * top_k; p++) {
         float4 v = from(p, 0);
+#pragma unroll 1
         for (int q = 1; q < parts; q++) add(v, from(p, q));
         const float by = factor[p];
         sum.x = fmaf(by, v.x, sum.x), sum.y = fmaf(by, v.y, sum.y);
         sum.z = fmaf(by, v.z, sum.z), sum.w = fmaf(by, v.w, sum.w);
       }
-      *(uint2 *)(y + (long long)t * n + tile * 16 + (i & 3) * 4) =
+      const u32 to = t * n + tile * (16 * R) + part_of;
+      if (residual) {
+        const uint2 v = *(const uint2 *)(residual + to);
+        add(sum, make_float4(widen16(v.x), widen16(v.x >> 16), widen16(v.y), widen16(v.y >> 16)));
+      }
+      *(uint2 *)(y + to) =
           make_uint2(narrow16(sum.x) | u32(narrow16(sum.y)) << 16, narrow16(sum.z) | u32(narrow16(sum.w)) << 16);
     }
-    __syncthreads();
+    meet_cluster();  // nobody goes on or leaves while its rows are being read
   }
 #endif
 }

@@ -1,18 +1,19 @@
-"""Routing and the routed experts of a mixture-of-experts block.
+"""Routing, the routed experts of a mixture-of-experts block, and such a block.
 
 Shapes: T tokens, H hidden, E experts, I expert width, k experts a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fp4ward.formats.weight import Weight
-from fp4ward.kernels import linear
+from fp4ward.kernels import linear, norm
 
 
 def route(
@@ -53,6 +54,23 @@ def route(
     return weights * factor, ids
 
 
+@dataclass(frozen=True)
+class Router:
+    """How a block chooses: the arguments of `route`."""
+
+    top_k: int
+    sigmoid: bool = False
+    bias_E: Tensor | None = None
+    groups: int = 1
+    top_groups: int = 1
+    normalize: bool = True
+    factor: float = 1.0
+    copies_EC: Tensor | None = None
+
+    def __call__(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        return route(logits_TE, **vars(self))
+
+
 def route_softmax(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts in f32, the top k, renormalised to sum 1 (Qwen3.5). -> weights [T, k], ids [T, k]."""
     return route(logits_TE, top_k)
@@ -69,6 +87,22 @@ def reference(x_TH: Tensor, gate: Weight, up: Weight, down: Weight, weights_Tk: 
         return functional.silu(linear.reference(x, gate.expert(e))) * linear.reference(x, up.expert(e))
 
     return _mixed(x_TH, inner, down, weights_Tk, ids_Tk)
+
+
+def block(
+    x_TH: Tensor, norm_H: Tensor, eps: float, router: Router, experts: Sequence[Weight], gate: Weight,
+    shared_gate: Weight, shared: Sequence[Weight],
+) -> Tensor:  # fmt: skip
+    """x + the chosen experts of n + sigmoid(shared_gate n) * shared(n), n = rms_norm(x): a whole block of Qwen3.5.
+
+    experts: gate, up [E, I, H], down [E, H, I]; shared: the same without E; gate [E, H]; shared_gate [1, H].
+    """
+    n = norm.rms_norm(x_TH, norm_H, eps)
+    (first, up, down), own = experts, linear.reference(n, shared_gate).sigmoid()
+    routed = reference(n, first, up, down, *router(linear.reference(n, gate)))
+    first, up, down = shared
+    inner = functional.silu(linear.reference(n, first)) * linear.reference(n, up)
+    return x_TH + (routed + own * linear.reference(inner, down))
 
 
 def relu2_reference(x_TH: Tensor, up: Weight, down: Weight, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:

@@ -1,179 +1,217 @@
 // y = x W^T for few tokens (M <= 64), weights NVFP4 or FP8 (e4m3), exact; activations bf16 or f16, never quantized.
 //
-// Defines: those of mma.cuh, WARPS, CTAS (a multiprocessor at least), NT (tokens / 8), and
-//   narrow: STEPS (records a warp holds x for), RING (tiles in flight)
-//   wide:   WN x WK = WARPS (warps along rows and along k), RING (stages), CLUSTER (CTAs that share rows and part k)
+// Defines: those of mma.cuh, WARPS, CTAS (a multiprocessor at least), NT (tokens / 8), R (tiles of 16 rows that a warp
+// computes at once), CLUSTER (CTAs that share rows and part k), and
+//   narrow: DEPTH (records in flight a warp and tile)
+//   wide:   WN x WK = WARPS (warps along rows and along k), RING (stages)
+//   warpgroup: GROUPS (of four warps; instead of WARPS), RING (records in flight a warp and tile)
 
 #include "mma.cuh"
 
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
+#ifdef DEPTH
+// Few tokens (M <= 8 NT): a CTA holds x, or with CLUSTER CTAs its part of K, in shared memory and computes a range of
+// units of 16 R rows. Their records, k before rows, are dealt evenly to the warps, which go through them at their own
+// pace; a unit that several warps share is added up at the end, in their order.
+constexpr int CHAINS = NT * R == 1 && !BLOCKED ? 2 : 1;  // sums that need not wait for each other
+constexpr int RING = WARPS * DEPTH * R * SLOT;
+constexpr int PARTIAL = WARPS * 2 * R * NT * 512;
+constexpr int ZEROS = 256;  // what the lanes of absent tokens read
 
-#ifdef STEPS
-// Few tokens (M <= 8 NT): a CTA goes through tiles of 16 rows; its warps part K and keep their part of x in registers for
-// all tiles. Partial sums meet in shared memory in a fixed order, one warp after the other taking a turn.
-constexpr int TILES = 8;  // of one round through K
-constexpr int CHAINS = NT == 1 && STEPS < 4 && !BLOCKED ? 2 : 1;  // sums that need not wait for each other
-
-struct At {
-  int tile, slot;   // slot: which of the round's tiles
-  int chunk, left;  // left: records of the tile from this warp's first one on
-  u32 offset;       // of that record
-};
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS)
+extern "C" __global__ void SHARE __launch_bounds__(WARPS * 32, CTAS)
 narrow(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, const u16 *__restrict__ bias, u16 *y,
-       int m, int n, int k, int pitch, int parts, int chunks) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int group = warp / parts, part = warp % parts, groups = (blockDim.x >> 5) / parts;
+       int m, int n, int k, int pitch) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = CLUSTER > 1 ? blockIdx.y : 0;
   let_next_kernel_start();
-  const int steps = (k + 127) >> 7, tiles = (n + 15) >> 4, stride = gridDim.x * groups;
-  float4(*partial)[WARPS][NT][32] = (float4(*)[WARPS][NT][32])shared_memory;  // [2]
-  float4(*sums)[NT][32] = (float4(*)[NT][32])(partial + 2);                   // [TILES]
-  const u32 ring = shared_at(sums + TILES) + warp * SLOT;  // [RING][STEPS][WARPS]
-  const u8 *codes = w + lane * 16;
+  const int steps = (k + 127) >> 7, tiles = (n + 15) >> 4, units = (tiles + R - 1) / R;
+  const int share = (steps + CLUSTER - 1) / CLUSTER, step0 = rank * share, own = max(0, min(steps - step0, share));
+  const int unit0 = (long long)blockIdx.x * units / gridDim.x;
+  const int count = (long long)(blockIdx.x + 1) * units / gridDim.x - unit0, most = (units + gridDim.x - 1) / gridDim.x;
+  const int total = count * own, warps = min(WARPS, total);
+  auto first_of = [&](int warp) { return (int)((u32)warp * (u32)total / (u32)warps); };
+  const int begin = warp < warps ? first_of(warp) : 0, end = warp < warps ? first_of(warp + 1) : 0;
 
-  auto seek = [&](At &a) {
-    const int step = (a.chunk * parts + part) * STEPS;
-    a.left = steps - step, a.offset = u32(a.tile * steps + step) * RECORD;
-  };
-  auto next = [&](At &a) {
-    a.tile += stride, a.slot++, a.offset += u32(stride * steps) * RECORD;
-    if (a.tile >= tiles || a.slot == TILES) {
-      if (++a.chunk < chunks) a.tile -= a.slot * stride;
-      else a.chunk = 0;
-      a.slot = 0;
-      seek(a);
+  u8 *const shared = (u8 *)shared_memory;
+  float4(*partial)[2][R][NT][32] = (float4(*)[2][R][NT][32])(shared + RING);  // [WARPS]
+  float4(*sums)[R][NT][32] = (float4(*)[R][NT][32])(shared + RING + PARTIAL);  // [most], of a cluster
+  u8 *const zeros = (u8 *)(CLUSTER > 1 ? sums + most : sums);
+  float *const scales = (float *)(zeros + ZEROS);  // [most][R][16]
+  u8 *const x_at = (u8 *)(scales + most * R * 16);
+  const u32 ring = shared_at(shared) + warp * (DEPTH * R * SLOT);
+
+  int unit = begin / max(own, 1), step = begin - unit * own, next_step = step, left = end - begin;
+  const u8 *next = w + lane * 16 + ((long long)(unit0 + unit) * R * steps + step0 + step) * RECORD;
+  int next_tile = (unit0 + unit) * R;
+  auto request = [&](int slot) {
+    if (left > 0) {
+#pragma unroll
+      for (int r = 0; r < R; r++)
+        if (r == 0 || next_tile + r < tiles)
+          fetch(ring + (slot * R + r) * SLOT, next + (long long)r * steps * RECORD, lane);
+      next += RECORD;
+      if (++next_step == own) next_step = 0, next_tile += R, next += (long long)(R * steps - own) * RECORD;
+      left--;
     }
-  };
-  auto request = [&](const At &a, int slot, int s) {
-    if (a.tile < tiles && s < a.left)
-      fetch(ring + (slot * STEPS + s) * (WARPS * SLOT), codes + a.offset + s * RECORD, lane);
     commit();
   };
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++) request(i);
 
-  At at, ahead;
-  at.tile = blockIdx.x * groups + group, at.chunk = at.slot = 0;
-  seek(at);
-  ahead = at;
+  // The rows' scales are asked for now and put in their places when x is there: their way is as long
+  auto scale_of = [&](int i) {
+    return BLOCKED || i >= count * R * 16 ? 1.0f : scale[min(unit0 * R * 16 + i, n - 1)];
+  };
+  constexpr int HELD = 4;
+  float held[HELD];
 #pragma unroll
-  for (int r = 0; r < RING; r++) {
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) request(ahead, r, s);
-    next(ahead);
-  }
+  for (int j = 0; j < HELD; j++) held[j] = scale_of(threadIdx.x + j * WARPS * 32);
+  if (threadIdx.x < ZEROS / 16) ((uint4 *)zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   after_previous_kernel();
+  // 16 bytes of an odd token lie beside their place, so that reads meet no bank twice
+  const int chunks = own * 16, live_chunks = min(chunks, (k >> 3) - step0 * 16), rows = min(m, WARPS);
+  const int sharers = WARPS / rows;  // warps that copy one token
+  if (warp < sharers * rows)
+    for (int token = warp % rows; token < m; token += WARPS) {
+      const u16 *from = x + (long long)token * pitch + step0 * 128;
+      u8 *const to = x_at + token * chunks * 16;
+      constexpr int AHEAD = 8;
+      for (int i = warp / rows * 32 + lane; i < chunks; i += AHEAD * sharers * 32) {
+        uint4 v[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+          v[j] = make_uint4(0, 0, 0, 0);
+          if (i + j * sharers * 32 < live_chunks)
+            asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(v[j].x), "=r"(v[j].y), "=r"(v[j].z), "=r"(v[j].w)
+                         : "l"(from + (i + j * sharers * 32) * 8));
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+          if (i + j * sharers * 32 < chunks)
+            *(uint4 *)(to + ((i + j * sharers * 32) ^ (token & 1)) * 16) = v[j];
+      }
+    }
+#pragma unroll
+  for (int j = 0; j < HELD; j++) asm volatile("" : "+f"(held[j]));  // not needed any earlier
+#pragma unroll
+  for (int j = 0; j < HELD; j++)
+    if (threadIdx.x + j * WARPS * 32 < count * R * 16) scales[threadIdx.x + j * WARPS * 32] = held[j] * FACTOR;
+  for (int i = threadIdx.x + HELD * WARPS * 32; i < count * R * 16; i += WARPS * 32) scales[i] = scale_of(i) * FACTOR;
+  __syncthreads();
 
-  u32 b[STEPS][2][NT][8];
-  auto load_x = [&] {
+  u32 b_at[NT], b_step[NT];
 #pragma unroll
-    for (int s = 0; s < STEPS; s++)
+  for (int t = 0; t < NT; t++) {
+    const int token = t * 8 + (lane >> 2);
+    b_step[t] = token < m ? 256 : 0;
+    b_at[t] = token < m ? shared_at(x_at) + token * chunks * 16 + ((lane & 3) * 2 + (token & 1)) * 16 : shared_at(zeros);
+  }
+  auto finish = [&](int unit, int r, int t, const float4 &v) {
+    if (CLUSTER > 1) sums[unit][r][t][lane] = v;
+    else if ((unit0 + unit) * R + r < tiles) {
+      const float *s = scales + (unit * R + r) * 16 + (lane >> 2);
+      store(y, v, make_float2(s[0], s[8]), bias, (unit0 + unit) * R + r, t, m, n, lane);
+    }
+  };
+
+  float c[CHAINS][R][NT][4] = {};
+  int slot = 0, since = step;
+  for (int at = begin; at < end; at++) {
+    await<DEPTH - 1>();
+    Step v[R];
 #pragma unroll
-      for (int h = 0; h < 2; h++)
+    for (int r = 0; r < R; r++) v[r] = read(ring + (slot * R + r) * SLOT, lane);
+    request(slot);
+    slot = slot + 1 == DEPTH ? 0 : slot + 1;
+#if BLOCKED
+    float d[1][R][NT][4] = {};
+#else
+    auto &d = c;
+#endif
 #pragma unroll
-        for (int t = 0; t < NT; t++) {
-          const int column = (steps - at.left + s) * 128 + h * 64 + (lane & 3) * 16, token = t * 8 + (lane >> 2);
-          const bool live = column < k && token < m;
-          const u16 *from = x + (long long)token * pitch + column;
+    for (int h = 0; h < 2; h++) {
+      uint4 b[NT][2];
 #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            u32 *v = &b[s][h][t][4 * i];
-            v[0] = v[1] = v[2] = v[3] = 0;
-            if (live)
-              asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                           : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from + 8 * i));
+      for (int t = 0; t < NT; t++) {
+        const u32 from = b_at[t] + step * b_step[t] + h * 128;
+        b[t][0] = load16(from), b[t][1] = load16(from ^ 16);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+          u32 a[4];
+          decode(a, v[r], scales_of(v[r], h), h, j);
+#pragma unroll
+          for (int t = 0; t < NT; t++) {
+            const uint4 &q = b[t][j >> 1];
+            multiply(d[j % CHAINS][r][t], a, j & 1 ? q.z : q.x, j & 1 ? q.w : q.y);
           }
         }
-  };
-  load_x();
-
-  int slot = 0, side = 0, turn = 0;
-  while (at.tile < tiles) {
-    if (at.slot == 0) turn = 0;
-    int own = part - turn;  // first block of tokens whose sums this warp adds up
-    if (own < 0) own += parts;
-    for (turn += NT; turn >= parts;) turn -= parts;
-    float2 row_scale = {};
-    if (own < NT) row_scale = row_scales(scale, at.tile, n, lane);
-    float c[CHAINS][NT][4] = {};
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      await<RING * STEPS - 1>();
-      const Step v = read(ring + (slot * STEPS + s) * (WARPS * SLOT), lane);
-      request(ahead, slot, s);
-      if (s >= at.left) continue;
+    }
 #if BLOCKED
-      float d[NT][4] = {};
-#endif
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const Scales by = scales_of(v, h);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          u32 a[4];
-          decode(a, v, by, h, j);
-#pragma unroll
-          for (int t = 0; t < NT; t++)
-#if BLOCKED
-            multiply(d[t], a, b[s][h][t][2 * j], b[s][h][t][2 * j + 1]);
-#else
-            multiply(c[j % CHAINS][t], a, b[s][h][t][2 * j], b[s][h][t][2 * j + 1]);
-#endif
-        }
-      }
-#if BLOCKED
+    for (int r = 0; r < R; r++)
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) c[0][t][i] = fmaf(d[t][i], i < 2 ? v.block.x : v.block.y, c[0][t][i]);
+        for (int i = 0; i < 4; i++)
+          c[0][r][t][i] = fmaf(d[0][r][t][i], i < 2 ? v[r].block.x : v[r].block.y, c[0][r][t][i]);
 #endif
-    }
-    next(ahead);
-    slot = slot + 1 == RING ? 0 : slot + 1;
-
+    if (++step == own || at + 1 == end) {
+      const bool whole = since == 0 && step == own;
 #pragma unroll
-    for (int t = 0; t < NT; t++) {
-      float4 sum = fragment(c[0][t]);
+      for (int r = 0; r < R; r++)
 #pragma unroll
-      for (int i = 1; i < CHAINS; i++) add(sum, fragment(c[i][t]));
-      partial[side][warp][t][lane] = sum;
+        for (int t = 0; t < NT; t++) {
+          float4 sum = fragment(c[0][r][t]);
+          if (CHAINS > 1) add(sum, fragment(c[CHAINS - 1][r][t]));
+          if (whole) finish(unit, r, t, sum);
+          else partial[warp][since == 0][r][t][lane] = sum;
+#pragma unroll
+          for (int i = 0; i < 4; i++) c[0][r][t][i] = c[CHAINS - 1][r][t][i] = 0.0f;
+        }
+      since = step = 0, unit++;
     }
-    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(parts * 32) : "memory");
-#pragma unroll 1
-    for (; own < NT; own += parts) {
-      float4 v = partial[side][group * parts][own][lane];
-#pragma unroll 4
-      for (int p = 1; p < parts; p++) add(v, partial[side][group * parts + p][own][lane]);
-      if (at.chunk > 0) add(v, sums[at.slot][own][lane]);
-      if (at.chunk + 1 < chunks) sums[at.slot][own][lane] = v;
-      else store(y, v, row_scale, bias, at.tile, own, m, n, lane);
-    }
-    side ^= 1;
-    const int chunk = at.chunk;
-    next(at);
-    if (at.chunk != chunk && at.tile < tiles) load_x();
   }
+
+  __syncthreads();
+  auto add_up = [&](int unit) {  // if several warps share it: this one's part of its fragments
+    const int start = unit * own, from = ((start + 1) * warps - 1) / total, to = ((start + own) * warps - 1) / total;
+    if (from == to) return;
+    for (int f = warp - from; f < R * NT; f += to - from + 1) {
+      const int r = f / NT, t = f % NT;
+      float4 v = partial[from][first_of(from) <= start][r][t][lane];
+#pragma unroll 4
+      for (int q = from + 1; q <= to; q++) add(v, partial[q][0][r][t][lane]);
+      finish(unit, r, t, v);
+    }
+  };
+  if (begin < end) {
+    const int first = begin / own, last = (end - 1) / own;
+    add_up(first);
+    if (last != first) add_up(last);
+  }
+#if CLUSTER > 1
+  meet_cluster();
+  for (int i = warp * CLUSTER + rank; i < count * R * NT; i += WARPS * CLUSTER) {
+    const int unit = i / (R * NT), r = i / NT % R, t = i % NT, tile = (unit0 + unit) * R + r;
+    const float *s = scales + (unit * R + r) * 16 + (lane >> 2);
+    const float4 v = cluster_sum(&sums[unit][r][t][lane]);
+    if (tile < tiles) store(y, v, make_float2(s[0], s[8]), bias, tile, t, m, n, lane);
+  }
+  meet_cluster();  // nobody leaves while its sums are being read
+#endif
 }
 
 #elif defined(WN)
-// More tokens (M <= 8 NT): a CTA computes 32 WN rows; x goes through shared memory, and every decoded fragment multiplies
+// More tokens (M <= 8 NT): a CTA computes 16 R WN rows; x goes through shared memory, and every decoded fragment multiplies
 // NT blocks of tokens. WK warps, and CLUSTER CTAs, part K; their sums meet at the end in a fixed order, through the
 // cluster's shared memory. A chunk of 8 columns of an odd token lies beside its place, so that reads meet no bank twice.
-constexpr int R = 2;                  // tiles of 16 rows a warp
 constexpr int WK = WARPS / WN;
+constexpr int SIDE = NT < 4 ? NT : 4;  // blocks of tokens at once
 constexpr int UNITS = WN * R * NT;    // C fragments of the CTA
 constexpr int X_BYTES = NT * 8 * WK * 256;
 constexpr int STAGE = X_BYTES + WARPS * R * SLOT;
-
-#if CLUSTER > 1
-#define SHARE __cluster_dims__(1, CLUSTER, 1)
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-#else
-#define SHARE
-#endif
 
 extern "C" __global__ void SHARE __launch_bounds__(WARPS * 32, CTAS)
 wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, const u16 *__restrict__ bias, u16 *y,
@@ -185,6 +223,8 @@ wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
   const int tile0 = (blockIdx.x * WN + row_warp) * R;
   const u32 base = shared_at(shared_memory);
   let_next_kernel_start();
+  const int row = blockIdx.x * (WN * R * 16) + threadIdx.x;  // whose scale this thread asks for in time
+  const float held_scale = BLOCKED || threadIdx.x >= WN * R * 16 ? 1.0f : scale[min(row, n - 1)];
 
   auto request_w = [&](int stage) {
     const int step = first + stage * WK + part;
@@ -203,7 +243,7 @@ wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
     const bool inside = column + stage * (WK * 128) < k;
 #pragma unroll
     for (int t = 0; t < NT * 8; t += TOKENS) {
-      if (TOKENS > NT * 8 && token >= NT * 8) break;
+      if (NT * 8 % TOKENS && token + t >= NT * 8) break;
       const bool live = inside && token + t < m;
       copy16(to_x + (stage % RING) * STAGE + t * (WK * 256), live ? from_x + stage * (WK * 128) + t * pitch : x, live);
     }
@@ -249,17 +289,23 @@ wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
         for (int j = 0; j < 4; j++) decode(a[r][j], v[r], by, h, j);
       }
 #pragma unroll
-      for (int t = 0; t < NT; t++) {
-        const u32 chunk = h * 8 + (lane & 3) * 2, odd = lane >> 2 & 1;
-        const u32 token = from_x + t * 8 * (WK * 256);
-        const uint4 b0 = load16(token + (chunk ^ odd) * 16), b1 = load16(token + ((chunk + 1) ^ odd) * 16);
+      for (int t0 = 0; t0 < NT; t0 += SIDE) {  // products that follow each other add to different sums
+        uint4 b[SIDE][2];
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-          multiply(d[r][t], a[r][0], b0.x, b0.y);
-          multiply(d[r][t], a[r][1], b0.z, b0.w);
-          multiply(d[r][t], a[r][2], b1.x, b1.y);
-          multiply(d[r][t], a[r][3], b1.z, b1.w);
+        for (int t = 0; t < SIDE; t++) {
+          const u32 chunk = h * 8 + (lane & 3) * 2, odd = lane >> 2 & 1;
+          const u32 token = from_x + (t0 + t) * 8 * (WK * 256) + (chunk ^ odd) * 16;
+          b[t][0] = load16(token), b[t][1] = load16(token ^ 16);
         }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+          for (int t = 0; t < SIDE; t++)
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+              const uint4 &q = b[t][j >> 1];
+              multiply(d[r][t0 + t], a[r][j], j & 1 ? q.z : q.x, j & 1 ? q.w : q.y);
+            }
       }
     }
 #if BLOCKED
@@ -275,6 +321,8 @@ wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
   await<0>();
   __syncthreads();
   float4(*sums)[UNITS][32] = (float4(*)[UNITS][32])shared_memory;  // [WK]
+  float *const scales = (float *)(sums + WK);
+  if (threadIdx.x < WN * R * 16) scales[threadIdx.x] = held_scale * FACTOR;
 #pragma unroll
   for (int r = 0; r < R; r++)
 #pragma unroll
@@ -283,12 +331,11 @@ wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
   __syncthreads();
   auto finish = [&](int unit, const float4 &v) {
     const int tile = blockIdx.x * WN * R + unit / NT;
-    if (tile < tiles)
-      store(y, v, row_scales(scale, tile, n, lane), bias, tile, unit % NT, m, n, lane);
+    const float *s = scales + unit / NT * 16 + (lane >> 2);
+    if (tile < tiles) store(y, v, make_float2(s[0], s[8]), bias, tile, unit % NT, m, n, lane);
   };
 #pragma unroll
-  for (int i = 0; i < UNITS / WARPS; i++) {
-    const int unit = i * WARPS + warp;
+  for (int unit = warp; unit < UNITS; unit += WARPS) {
     float4 v = sums[0][unit][lane];
 #pragma unroll
     for (int p = 1; p < WK; p++) add(v, sums[p][unit][lane]);
@@ -298,17 +345,170 @@ wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
 #if CLUSTER > 1
   meet_cluster();
   for (int unit = warp * CLUSTER + blockIdx.y; unit < UNITS; unit += WARPS * CLUSTER) {
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; rank++) {
-      u32 far;
-      float4 part_of;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(far) : "r"(shared_at(&sums[0][unit][lane])), "r"(rank));
-      asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                   : "=f"(part_of.x), "=f"(part_of.y), "=f"(part_of.z), "=f"(part_of.w) : "r"(far) : "memory");
-      add(v, part_of);
-    }
+    const float4 v = cluster_sum(&sums[0][unit][lane]);
     finish(unit, v);
+  }
+  meet_cluster();  // nobody leaves while its sums are being read
+#endif
+}
+
+#elif defined(GROUPS)
+// More tokens on SM90 (M <= 8 NT): warpgroups multiply decoded registers with x in shared memory, and decode the next half
+// of a record meanwhile. Each warp computes R tiles of 16 rows; CLUSTER CTAs part K. x of 128 columns lies as the tensor
+// cores read it: for every 16 of the products' k, in its order, two columns of 8 tokens x 16 bytes.
+constexpr int WARPS_ALL = GROUPS * 4;
+constexpr int X_SLOT = NT * 8 * 256;
+constexpr int X_SLOTS = 2;  // of this stage and of the next
+constexpr int PIECES_X = (NT * 64 + WARPS_ALL * 32 - 1) / (WARPS_ALL * 32);  // of 16 columns, that a thread brings
+#if HALF
+#define TYPES ".f32.f16.f16 "
+#else
+#define TYPES ".f32.bf16.bf16 "
+#endif
+#define SUMS(t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
+
+__device__ __forceinline__ void multiply_group(float (&c)[NT][4], const u32 (&a)[4], unsigned long long b) {
+#if NT == 8
+  asm volatile("{.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n64k16" TYPES
+               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+               "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+               : SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#elif NT == 4
+  asm volatile("{.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n32k16" TYPES
+               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+               : SUMS(0), SUMS(1), SUMS(2), SUMS(3) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#else
+  asm volatile("{.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n16k16" TYPES
+               "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
+               : SUMS(0), SUMS(1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+}
+extern "C" __global__ void SHARE __launch_bounds__(WARPS_ALL * 32, CTAS)
+warpgroup(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, const u16 *__restrict__ bias, u16 *y,
+          int m, int n, int k, int pitch) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = CLUSTER > 1 ? blockIdx.y : 0;
+  const int steps = (k + 127) >> 7, tiles = (n + 15) >> 4;
+  const int share = (steps + CLUSTER - 1) / CLUSTER, first = rank * share, stages = max(min(steps - first, share), 0);
+  const int tile0 = blockIdx.x * (WARPS_ALL * R) + warp;  // then every WARPS_ALL-th
+  const u32 x_at = shared_at(shared_memory), ring = x_at + X_SLOTS * X_SLOT + warp * (RING * R * SLOT);
+  let_next_kernel_start();
+  float2 by[R];  // asked for in time
+#pragma unroll
+  for (int r = 0; r < R; r++) by[r] = row_scales(scale, min(tile0 + r * WARPS_ALL, tiles - 1), n, lane);
+
+  auto request = [&](int stage, int slot, int r) {
+    if (stage < stages && tile0 + r * WARPS_ALL < tiles)
+      fetch(ring + (slot * R + r) * SLOT,
+            w + lane * 16 + ((long long)(tile0 + r * WARPS_ALL) * steps + first + stage) * RECORD, lane);
+    commit();
+  };
+#pragma unroll
+  for (int i = 0; i < RING; i++)
+#pragma unroll
+    for (int r = 0; r < R; r++) request(i, i, r);
+
+  uint4 held[PIECES_X][2];
+  auto load_x = [&](int stage) {
+#pragma unroll
+    for (int i = 0; i < PIECES_X; i++) {
+      const int part = warp + i * WARPS_ALL, token = (part >> 1) * 8 + (lane >> 2);
+      const int column = (first + stage) * 128 + (part & 1) * 64 + (lane & 3) * 16;
+      const bool live = token < m && column < k;
+      const u16 *from = x + (long long)token * pitch + column;
+#pragma unroll
+      for (int q = 0; q < 2; q++) {
+        uint4 &v = held[i][q];
+        v = make_uint4(0, 0, 0, 0);
+        if (live)
+          asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from + q * 8));
+      }
+    }
+  };
+  auto place_x = [&](int slot) {
+#pragma unroll
+    for (int i = 0; i < PIECES_X; i++) {
+      const int part = warp + i * WARPS_ALL;
+      if (part >= NT * 2) break;
+      u32 *to = (u32 *)((u8 *)shared_memory + slot * X_SLOT + (part & 1) * (8 * NT * 128) + (part >> 1) * 128) + lane;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const uint4 &v = held[i][j >> 1];
+        to[(2 * j) * NT * 32] = j & 1 ? v.z : v.x;
+        to[(2 * j + 1) * NT * 32] = j & 1 ? v.w : v.y;
+      }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  };
+  after_previous_kernel();
+  if (stages > 0) load_x(0), place_x(0);
+  if (stages > 1) load_x(1);
+
+  float c[R][NT][4] = {};
+  int slot = 0, x_slot = 0;
+  for (int stage = 0; stage < stages; stage++) {
+    __syncthreads();
+    if (stage + 1 < stages) place_x(x_slot ^ 1);
+    if (stage + 2 < stages) load_x(stage + 2);
+    u32 a[R][2][4][4];
+    const unsigned long long b = (x_at + x_slot * X_SLOT) >> 4 & 0x3FFF | (unsigned long long)(NT * 128 >> 4) << 16 |
+                                 (unsigned long long)(128 >> 4) << 32;
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      await<RING * R - 1>();
+      const Step v = read(ring + (slot * R + r) * SLOT, lane);
+      request(stage + RING, slot, r);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        unsigned long long at[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          decode(a[r][h][j], v, scales_of(v, h), h, j);
+          at[j] = b + (h * 4 + j) * (2 * NT * 128 >> 4);
+#pragma unroll
+          for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[r][h][j][i]));
+          asm volatile("" : "+l"(at[j]));
+        }
+        // What products read is made before the fence, in registers of its own; else the compiler awaits each product
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int j = 0; j < 4; j++) multiply_group(c[r], a[r][h][j], at[j]);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      }
+    }
+    slot = slot + 1 == RING ? 0 : slot + 1;
+    x_slot ^= 1;
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  }
+  await<0>();
+
+#if CLUSTER > 1
+  __syncthreads();
+  float4(*sums)[R][NT][32] = (float4(*)[R][NT][32])shared_memory;  // [WARPS_ALL]
+  float2(*scales)[R][32] = (float2(*)[R][32])(sums + WARPS_ALL);
+#endif
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+#if CLUSTER > 1
+    scales[warp][r][lane] = by[r];
+#endif
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+#if CLUSTER > 1
+      sums[warp][r][t][lane] = fragment(c[r][t]);
+#else
+      const int tile = tile0 + r * WARPS_ALL;
+      if (tile < tiles) store(y, fragment(c[r][t]), by[r], bias, tile, t, m, n, lane);
+#endif
+    }
+  }
+#if CLUSTER > 1
+  meet_cluster();
+  for (int i = warp * CLUSTER + rank; i < WARPS_ALL * R * NT; i += WARPS_ALL * CLUSTER) {
+    const int of = i / (R * NT), r = i / NT % R, t = i % NT, tile = blockIdx.x * (WARPS_ALL * R) + r * WARPS_ALL + of;
+    const float4 v = cluster_sum(&sums[of][r][t][lane]);
+    if (tile < tiles) store(y, v, scales[of][r][lane], bias, tile, t, m, n, lane);
   }
   meet_cluster();  // nobody leaves while its sums are being read
 #endif

@@ -54,6 +54,11 @@ __device__ __forceinline__ uint4 load16(u32 at) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
 }
+__device__ __forceinline__ u32 load4(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
 __device__ __forceinline__ void after_previous_kernel() {
 #if PDL && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -81,7 +86,7 @@ __device__ __forceinline__ Step read(u32 slot, int lane) {
   Step s = {};
 #pragma unroll
   for (int i = 0; i < PIECES; i++) s.code[i] = load16(slot + i * 512 + lane * 16);
-  if (W4) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(s.scale) : "r"(slot + PIECES * 512 + lane * 4));
+  if (W4) s.scale = load4(slot + PIECES * 512 + lane * 4);
   if (BLOCKED)
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(s.block.x), "=f"(s.block.y)
                  : "r"(slot + PIECES * 512 + lane * 8));
@@ -181,5 +186,33 @@ __device__ __forceinline__ void store(u16 *y, const float4 &v, float2 scale, con
   }
 }
 
-extern __shared__ uint4 shared_memory[];
+extern __shared__ __align__(128) uint4 shared_memory[];
 __device__ __forceinline__ u32 shared_at(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#if CLUSTER > 1
+#define SHARE __cluster_dims__(1, CLUSTER, 1)
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// The sum of what every CTA of the cluster has at this place of its shared memory, in the order of their ranks.
+__device__ __forceinline__ float4 cluster_sum(const float4 *own) {
+  float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int rank = 0; rank < CLUSTER; rank++) {
+    u32 far;
+    float4 part;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(far) : "r"(shared_at(own)), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(part.x), "=f"(part.y), "=f"(part.z), "=f"(part.w) : "r"(far) : "memory");
+    add(v, part);
+  }
+  return v;
+}
+#else
+#define SHARE
+__device__ __forceinline__ void meet_cluster() { __syncthreads(); }
+__device__ __forceinline__ float4 cluster_sum(const float4 *own) { return *own; }
+#endif

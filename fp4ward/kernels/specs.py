@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from dataclasses import dataclass
 
 from fp4ward.formats.formats import FORMATS, Format
@@ -15,11 +16,12 @@ from fp4ward.hardware import Hardware
 
 TESTED = "tested on H200"
 NEVER_RUN, REFERENCE = "compiled, never run on this hardware", "the definition, tested on CPU"
-ON_CPU = "tested on CPU, not yet on a GPU"
+NO_ROOM = "left out: its own layout of the weights takes room that the cache needs"
 BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
 ITEM = {BF16: 2, F16: 2, F32: 4, F64: 8}  # bytes
 ALL_DTYPES = tuple(ITEM)
 EXPERTS = {"experts": 3, "relu2_experts": 2}  # op -> matrices of one expert: gate, up, down; up, down
+MOST_CHOSEN = 32  # experts of a token that a kernel that routes can choose, shared ones among them
 UNWRITTEN = ("mamba2", "relu2_experts")  # ops of architectures that are planned before their kernels exist
 DENSE = {"bf16": BF16, "f16": F16, "f32": F32}  # formats that torch multiplies as they are, in their own type
 
@@ -66,14 +68,30 @@ def weight_bytes(format: Format, n: int, k: int) -> int:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a kernel runs up to `most` tokens a matrix: in blocks of `tokens`, the last one padded (0: of any number), at
+    `compute` of the rate of the units that bound it, as if there were `rows` more for all blocks (those that it takes
+    to fill the machine) and `columns` more for each (what programs do before their first product and after the last).
+    """
+
+    compute: float = 0.5
+    rows: float = 0
+    columns: float = 0
+    tokens: int = 0
+    most: float = math.inf
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """One kernel. formats: of weights that it reads. min_sm, max_sm: inclusive; 0 is a CPU. dtypes: of activations.
     n_div, k_div: what local N and K must be multiples of. tokens: fewest and most in a step. module: where its code is:
     function(x, *weights, *routing), and prepare(*weights), "" where it reads weights as the checkpoint has them.
     copied: the share of a weight that prepare makes anew. one_type: weights in the activations' type. input: what it
-    takes its input as, "high" precision or a quantized format. memory, compute: the shares of the machine's
-    limits that it reaches. extra: bytes moved a weight beside the stored ones. launches: of `launch_us` each (a second
-    number: for every expert that is hit). f32: multiplies in f32."""
+    takes its input as, "high" precision or a quantized format. memory: the share of the machine's bandwidth that it
+    reaches. cuts: by tokens, the last one for all that are left. extra: bytes moved beside the stored ones, a weight
+    and an element of the input. launches: of LAUNCH_US each (a second number: for every expert that is hit). f32:
+    multiplies in f32. routes: of experts; module has routed(x, *weights, logits, router), which chooses them, and a
+    whole block's `block` with its `prepare_block`."""
 
     name: str
     op: str
@@ -88,58 +106,72 @@ class KernelSpec:
     tokens: tuple[int, int] = (1, 2**31)
     input: str = "high"
     memory: float = 0.6
-    compute: float = 0.5
-    extra: float = 0
+    cuts: tuple[Cut, ...] = (Cut(),)
+    extra: tuple[float, float] = (0, 0)
     function: str = "reference"
     prepare: str = ""
     copied: float = 1
     one_type: bool = False
     launches: tuple[float, float] = (1, 0)
     f32: bool = False
+    routes: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it decodes weights for 16-bit products. Not the products bound that, but the units that decode."""
+        return self.input == "high" and not (self.one_type or self.f32)
 
 
-LAUNCH_US = {False: 4.5, True: 5.0}  # GPU (fitted to cuBLAS on an H200 below), CPU (a torch call)
-# Shares of the limits. torch_linear: cuBLAS bf16 on an H200, 2026-11-30: 6.06 us for 2048x2048, 13.7 us for 4096x4096
-# and 35.1 us for 16384x4096 at one token is all of 4.47 TB/s and 4.5 us; 678 of 800 TFLOP/s at 4,096 tokens.
-# triton: 50 % of cuBLAS at 1,024 tokens and more in a first try; its share of the bandwidth is assumed.
-# cuda: no measurement; predicted from instructions and bytes in flight. They have their own layout of the weight.
-# torch_w8a8, torch_w4a4: no measurement; torch quantizes the input in so many launches, and their shares are assumed.
-# references: no measurement; `extra` counts the f32 copies that decoding writes and reads again.
+DECODING = 12.0  # the rate that `compute` of a kernel that decodes is a share of, in f32 rates: bf16 on an H200
+LAUNCH_US = {False: 4.5, True: 5.0}  # GPU, CPU (a torch call)
+# Measured on an H200, 2026-11-30 (`python bench/estimates.py --seconds 60`, bench/results/estimates_h200.jsonl), and
+# fitted to two shapes of three: torch_linear, triton_*, cuda_*, torch_w8a8_linear, which reads and writes its input
+# several times to quantize it. Triton's blocks of 64 tokens stand for those of 32 and 128 too.
+# cuda: they have their own layout of the weight. torch_w4a4: no measurement; it quantizes in so many launches.
+# references: no measurement; `extra` counts the f32 copies of weights and inputs that are written and read again.
 SPECS: tuple[KernelSpec, ...] = (
-    KernelSpec("torch_linear", "linear", tuple(DENSE), "linear", TESTED, one_type=True, memory=1.0, compute=0.85),
+    KernelSpec("torch_linear", "linear", tuple(DENSE), "linear", TESTED, one_type=True,
+               memory=0.94, cuts=(Cut(1),), launches=(0.89, 0)),
     KernelSpec(
         "triton_w4a16_linear", "linear", ("nvfp4",), "triton_linear", TESTED, function="linear",
-        min_sm=80, dtypes=(BF16, F16), k_div=16, memory=0.6, compute=0.42,
+        min_sm=80, dtypes=(BF16, F16), k_div=16, memory=1,
+        cuts=(Cut(0.057, 1300, 0, 8, 16), Cut(0.37, 23000, 0, 64)), launches=(0.68, 0),
     ),
     KernelSpec(
         "triton_w4a16_experts", "experts", ("nvfp4",), "triton_experts", TESTED, function="experts",
-        min_sm=80, dtypes=(BF16, F16), n_div=16, k_div=16, memory=0.6, compute=0.42, launches=(4, 0),
+        min_sm=80, dtypes=(BF16, F16), n_div=16, k_div=16, memory=1,
+        cuts=(Cut(0.1, 0, 1500, 8, 8), Cut(0.36, 0, 380, 64)), launches=(2.3, 0),
     ),
     KernelSpec(
-        "cuda_w4a16_linear", "linear", ("nvfp4",), "cuda_linear", ON_CPU, function="linear", prepare="prepare",
-        min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.8, compute=0.25, launches=(0.6, 0),
+        "cuda_w4a16_linear", "linear", ("nvfp4",), "cuda_linear", TESTED, function="linear", prepare="prepare",
+        min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.73,
+        cuts=(Cut(0.72, 4400, 360),), launches=(0.41, 0),
     ),
     KernelSpec(
-        "cuda_w8a16_linear", "linear", ("fp8_tensor", "fp8_channel", "fp8_block"), "cuda_linear", ON_CPU,
-        function="linear", prepare="prepare", min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.8,
-        compute=0.25, launches=(0.6, 0),
+        "cuda_w8a16_linear", "linear", ("fp8_tensor", "fp8_channel", "fp8_block"), "cuda_linear", TESTED,
+        function="linear", prepare="prepare", min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.86,
+        cuts=(Cut(0.76, 5500, 530),), launches=(0.33, 0),
     ),
     KernelSpec(
-        "cuda_w4a16_experts", "experts", ("nvfp4",), "cuda_experts", ON_CPU, function="experts", prepare="prepare",
-        min_sm=80, dtypes=(BF16, F16), n_div=16, k_div=16, tokens=(1, 256), memory=0.75, compute=0.35, launches=(3, 0),
+        "cuda_w4a16_experts", "experts", ("nvfp4",), "cuda_experts", TESTED, function="experts", prepare="prepare",
+        min_sm=80, dtypes=(BF16, F16), n_div=16, k_div=16, tokens=(1, 256), memory=1,
+        cuts=(Cut(0.24, 0, 570, 8),), launches=(2.2, 0), routes=True,
     ),
     KernelSpec(
-        "torch_w8a8_linear", "linear", ("fp8_tensor", "fp8_channel"), "scaled_mm", ON_CPU, function="fp8_linear",
-        min_sm=89, dtypes=(BF16,), n_div=16, k_div=16, input="fp8", launches=(9, 0),
+        "torch_w8a8_linear", "linear", ("fp8_tensor", "fp8_channel"), "scaled_mm", TESTED, function="fp8_linear",
+        min_sm=89, dtypes=(BF16,), n_div=16, k_div=16, input="fp8", memory=0.63,
+        cuts=(Cut(0.59),), extra=(0, 34), launches=(5.1, 0),
     ),
     KernelSpec(
         "torch_w4a4_linear", "linear", ("nvfp4",), "scaled_mm", NEVER_RUN, function="nvfp4_linear",
         prepare="nvfp4_prepare", copied=0.125, min_sm=100, max_sm=121, dtypes=(BF16, F16), n_div=16, k_div=32,
         input="nvfp4", launches=(40, 0),
     ),
-    KernelSpec("reference_linear", "linear", tuple(FORMATS), "linear", REFERENCE, extra=24, launches=(12, 0), f32=True),
     KernelSpec(
-        "reference_experts", "experts", tuple(FORMATS), "experts", REFERENCE, extra=24, launches=(10, 45), f32=True
+        "reference_linear", "linear", tuple(FORMATS), "linear", REFERENCE, extra=(24, 8), launches=(12, 0), f32=True
+    ),
+    KernelSpec(
+        "reference_experts", "experts", tuple(FORMATS), "experts", REFERENCE, extra=(24, 0), launches=(10, 45), f32=True
     ),
     KernelSpec("reference_embedding", "embedding", tuple(FORMATS), "linear", REFERENCE, launches=(4, 0)),
     KernelSpec("reference_attention", "attention", (), "attention", REFERENCE, launches=(12, 0), f32=True),
@@ -149,7 +181,7 @@ SPECS: tuple[KernelSpec, ...] = (
 
 def no_kernel(op: str) -> KernelSpec | None:
     """Stands for the kernel that an op of UNWRITTEN lacks: a row without a module, whose estimate is the floor."""
-    row = KernelSpec("none", op, (), "", "not written yet", memory=1, compute=1, launches=(0, 0))
+    row = KernelSpec("none", op, (), "", "not written yet", memory=1, cuts=(Cut(1),), launches=(0, 0))
     return row if op in UNWRITTEN else None
 
 
@@ -179,13 +211,17 @@ def unfit(spec: KernelSpec, layer: LayerDesc, hw: Hardware, dtype: str) -> str |
         n, k = shape[-2:]
         if n % spec.n_div or k % spec.k_div:
             return f"needs N in multiples of {spec.n_div} and K of {spec.k_div}, a rank has {n} x {k}"
+    if spec.routes and (layer.top_k > MOST_CHOSEN or layer.shape[0] > 1024):
+        return f"chooses up to {MOST_CHOSEN} of 1024 experts, not {layer.top_k} of {layer.shape[0]}"
     return None if installed(spec.module) else f"is not installed ({__package__}.{spec.module})"
 
 
 def unproven(spec: KernelSpec) -> str | None:
-    """Why a row waits to be asked for by name: nobody has seen its numbers on a GPU yet."""
-    seen = spec.status in (TESTED, REFERENCE)
-    return None if seen else f"is {spec.status}; --kernel {spec.op}={spec.name} asks for it"
+    """Why a row waits to be asked for by name: nobody has seen its numbers on a GPU yet, or what they do to a model."""
+    why = None if spec.status in (TESTED, REFERENCE) else f"is {spec.status}"
+    if why is None and spec.input != "high":
+        why = f"quantizes its input to {spec.input}, which no trained model has been judged with"
+    return why and f"{why}; --kernel {spec.op}={spec.name} asks for it"
 
 
 @dataclass(frozen=True)
@@ -246,14 +282,40 @@ def rate(hw: Hardware, input: str) -> float:
     return {"fp8": hw.fp8, "nvfp4": hw.fp4}.get(input) or hw.bf16 or hw.f32
 
 
+def products(spec: KernelSpec, layer: LayerDesc, flops: float, hit: float) -> float:
+    """FLOPs over the share of the machine's rate that `spec` runs them at, of a layer of matrices. More tokens never
+    need fewer: they count as much as the most that smaller cuts take."""
+    *held, n, k = layer.local[0]
+    sizes = [(n, k)] * (EXPERTS[layer.op] - 1) + [(k, n)] if held else [(n, k)]
+    matrices, most = (hit if held else 1), 0.0
+    each = flops / 2 / (n * k * len(sizes)) / matrices  # tokens that one of the matrices meets
+    for cut in spec.cuts:
+        tokens = min(each, cut.most)
+        block = cut.tokens or tokens
+        # Tokens spread over experts: of each one's last block half is empty.
+        blocks = max(1.0, tokens / block + 0.5 * (cut.tokens > 0)) if held else math.ceil(tokens / block)
+        run = sum((k + cut.columns) * (n * matrices * blocks + cut.rows) for n, k in sizes)
+        most = max(most, 2 * block * run / cut.compute)
+        if each <= cut.most:
+            break
+    return most
+
+
 def estimate(spec: KernelSpec, layer: LayerDesc, hw: Hardware, batch: Batch) -> Cost:
-    """What `spec` takes for one step of `layer`. More bandwidth never makes it slower."""
+    """What `spec` takes for one step of `layer`. What it waits for overlaps in part: the root of the sum of squares.
+    More bandwidth never makes it slower, more work never faster."""
     moved, flops, weights, hit = work(layer, batch)
-    memory = (moved + spec.extra * weights) / (hw.bandwidth * spec.memory) * 1e6
-    compute = flops / ((hw.f32 if spec.f32 else rate(hw, spec.input)) * spec.compute) * 1e6
+    inputs = flops / 2 / layer.local[0][0] if layer.op == "linear" else 0
+    memory = (moved + spec.extra[0] * weights + spec.extra[1] * inputs) / (hw.bandwidth * spec.memory) * 1e6
+    run = products(spec, layer, flops, hit) if weights else flops / spec.cuts[-1].compute
+    best = rate(hw, spec.input)
+    compute = run / (hw.f32 if spec.f32 else DECODING * hw.f32 if spec.decodes else best) * 1e6
+    if spec.decodes:
+        compute = math.hypot(compute, flops / best * 1e6)
     launch = (spec.launches[0] + spec.launches[1] * hit) * LAUNCH_US[hw.sm == 0]
     bound = max((memory, "memory"), (compute, "compute"), (launch, "launch"))[1]
     asked = {f.activation for f in layer.formats}
-    best = max(rate(hw, "high"), rate(hw, asked.pop()) if len(asked) == 1 else 0)  # what the layer's inputs allow
-    floor = max(moved / hw.bandwidth, flops / best) * 1e6
-    return Cost(moved, flops, max(memory, compute) + launch, floor, bound)
+    most = max(rate(hw, "high"), rate(hw, asked.pop()) if len(asked) == 1 else 0)  # what the layer's inputs allow
+    floor = max(moved / hw.bandwidth, flops / most) * 1e6
+    us = math.hypot(memory, compute) + launch if spec.module else floor
+    return Cost(moved, flops, us, floor, bound)

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp4ward.facts.qwen3_5 import Config, weights
+from fp4ward.facts.qwen3_5 import MOE_BLOCK, Config, weights
 from fp4ward.formats.weight import Weight
 from fp4ward.layers.attention import PagedAttention
 from fp4ward.layers.basic import Embedding, GatedHeadNorm, HeadNorm, MergeHeads, RMSNorm, Rope, Rows, SplitHeads
-from fp4ward.layers.experts import RoutedExperts
+from fp4ward.layers.experts import ExpertsBlock, RoutedExperts, router
 from fp4ward.layers.gated_delta import GatedDelta
 from fp4ward.layers.linear import Linear
 from fp4ward.layers.op import Op
@@ -149,8 +149,10 @@ class MoE:
         gate, up, down = (parts.weight(name) for name in names)
         placements = tuple(parts.placement[name] for name in names)
         cfg, spread = parts.cfg, isinstance(placements[0], Experts)
-        first = mesh.layout.experts(cfg.num_experts, mesh.rank)[0] if spread else 0
-        self.experts = RoutedExperts(f"{prefix}experts", gate, up, down, placements, cfg.num_experts_per_tok, first)
+        held = mesh.layout.experts(cfg.num_experts, mesh.rank) if spread else (0, cfg.num_experts)
+        inside = tuple(parts.ops[prefix + name] for name in MOE_BLOCK)
+        choose = router(cfg.num_experts_per_tok, cfg.num_experts, held, gate.device)
+        self.experts = RoutedExperts(f"{prefix}experts", gate, up, down, placements, choose, inside)
         parts.ops[self.experts.name] = self.experts.op
         self.tensor, self.groups = mesh.tensor, mesh.groups if spread else None
         self.kinds = self.experts.types.output, self.shared_expert.output
@@ -176,12 +178,14 @@ class Block(Protocol):
 
 @dataclass
 class Layer:
-    """A mixer and an MLP, each behind a norm and beside a residual."""
+    """A mixer and an MLP, each behind a norm and beside a residual. block: post_norm, MLP and residual as one operation
+    where the plan makes them one."""
 
     norm: RMSNorm
     mixer: Block
     post_norm: RMSNorm
     mlp: Block
+    block: ExpertsBlock | None
 
 
 class Model:
@@ -208,13 +212,19 @@ class Model:
             mixer = GatedAttention(parts, f"{p}self_attn.", self.device)
         else:
             mixer = GatedDeltaNet(parts, f"{p}linear_attn.")
-        mlp: Block = MoE(parts, f"{p}mlp.", self.mesh) if parts.cfg.num_experts else Mlp(parts, f"{p}mlp.")
-        return Layer(parts.norm(f"{p}input_layernorm"), mixer, parts.norm(f"{p}post_attention_layernorm"), mlp)
+        norm, post_norm = parts.norm(f"{p}input_layernorm"), parts.norm(f"{p}post_attention_layernorm")
+        if not parts.cfg.num_experts:
+            return Layer(norm, mixer, post_norm, Mlp(parts, f"{p}mlp."), None)
+        moe = MoE(parts, f"{p}mlp.", self.mesh)
+        return Layer(norm, mixer, post_norm, moe, ExpertsBlock(post_norm, moe.experts))
 
     def forward(self, step: Step, state: Sequence[KvCache | RecurrentState]) -> Tensor:
         x = self.embed_tokens(step.token_ids)
         for layer, own in zip(self.layers, state, strict=True):
             x = x + replicated(layer.mixer(layer.norm(x), step, own), layer.mixer.output, self.mesh.tensor)
-            x = x + replicated(layer.mlp(layer.post_norm(x)), layer.mlp.output, self.mesh.tensor)
+            if layer.block and layer.block.binds(len(x)):
+                x = layer.block(x)
+            else:
+                x = x + replicated(layer.mlp(layer.post_norm(x)), layer.mlp.output, self.mesh.tensor)
         x = self.norm(self.rows(x, step.logits_at))
         return replicated(self.lm_head(x), self.output, self.mesh.tensor)

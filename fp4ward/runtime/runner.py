@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp4ward.kernels.specs import KernelSpec
-from fp4ward.layers.op import ANY, Kernel, Op
+from fp4ward.kernels.specs import EXPERTS, KernelSpec
+from fp4ward.layers.op import ANY, Kernel, Op, Way
 from fp4ward.layers.step import KvCache, RecurrentState, Step
 from fp4ward.plan import Plan
 from fp4ward.runtime.batch import flatten
@@ -38,23 +38,32 @@ def bind(ops: Mapping[str, Op], plan: Plan) -> None:
     """Give each op the kernels that the plan chose for its layer, one a regime of tokens, and the weights in the layout
     that each wants: one layer at a time, and what no kernel reads any more is let go.
 
+    An operation inside another has no kernel of its own there: `inside` of that one's Op gives its weights to `block`.
     What the plan says of embedding, attention and recurrences is their reference, which their layers call by name.
     """
-    for planned in plan.layers:
+    for planned in sorted(plan.layers, key=lambda p: p.layer.op not in EXPERTS):  # what is inside has its weights yet
         if planned.layer.path not in ops:
             continue
         op = ops[planned.layer.path]
         made: dict[str, tuple[Any, ...]] = {}
-        ways: list[tuple[int, Kernel, tuple[Any, ...]]] = []
+        ways: list[Way] = []
         for regime, pick in zip(plan.regimes, planned.choice.picks, strict=True):
-            prepare = pick.kernel.prepare
-            layout = prepare and pick.kernel.name
+            spec, weights, function, prepare = pick.kernel, op.weights, pick.kernel.function, pick.kernel.prepare
+            if pick.inside and planned.layer.op not in EXPERTS:
+                continue
+            if pick.inside:
+                weights = (*weights, *(w for one in op.inside for w in one.weights))
+                function, prepare = "block", "prepare_block"
+            elif spec.routes:
+                function = "routed"
+            layout = prepare and spec.name
             if layout not in made:
-                made[layout] = (code(pick.kernel, prepare)(*op.weights),) if prepare else op.weights
-            kernel = code(pick.kernel, pick.kernel.function)
-            if ways and ways[-1][1] is kernel:
+                made[layout] = (code(spec, prepare)(*weights),) if prepare else weights
+            kernel = code(spec, function)
+            if ways and ways[-1].kernel is kernel:
                 ways.pop()
-            ways.append((ANY if regime is plan.regimes[-1] else pick.rows, kernel, made[layout]))
+            most = ANY if regime is plan.regimes[-1] else pick.rows
+            ways.append(Way(most, kernel, made[layout], function))
         op.ways = tuple(ways)
         op.weights = made.get("", ())
 

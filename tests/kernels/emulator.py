@@ -27,6 +27,10 @@ COMPILER = shutil.which("g++")
 
 # A word of an asm statement -> what stands for it, of its operands
 PTX: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
+    ("wgmma.mma_async", lambda o: "emulated_group(c, a, b)"),
+    ("wgmma", lambda o: "(void)0"),
+    ("fence.proxy", lambda o: "(void)0"),
+    ('asm volatile("" :', lambda o: "(void)0"),
     ("cp.async.cg", lambda o: f"copy({o[0]}, {o[1]}, 16, {o[2] if len(o) > 2 else 16})"),
     ("], 4;", lambda o: f"copy({o[0]}, {o[1]}, 4, 4)"),
     ("], 8;", lambda o: f"copy({o[0]}, {o[1]}, 8, 8)"),
@@ -231,6 +235,18 @@ void emulated_mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b
     c[i] = (float)(c[i] + sum);
   }
 }
+// m64nNk16 with A in registers: a warp's 16 rows need nothing of the other warps'. b: 8 tokens x 16 bytes are together,
+// as its descriptor says.
+template <int N> void emulated_group(float (&c)[N][4], const unsigned (&a)[4], uint64_t b) {
+  const unsigned at = (b & 0x3FFF) << 4, k_step = (b >> 16 & 0x3FFF) << 4, n_step = (b >> 32 & 0x3FFF) << 4;
+  const int lane = me->index.x & 31;
+  for (int t = 0; t < N; t++) {
+    unsigned b0, b1;
+    const unsigned from = at + t * n_step + (lane >> 2) * 16 + (lane & 3) * 4;
+    shared(from, &b0, 4), shared(from + k_step, &b1, 4);
+    emulated_mma(c[t], a, b0, b1);
+  }
+}
 """
 
 AFTER = r"""
@@ -281,7 +297,7 @@ def translated(source: nvrtc.Source) -> str:
         return next(make for word, make in PTX if word in found[0])(operands) + ";"
 
     code = text(path).replace(
-        "extern __shared__ uint4 shared_memory[];", "#define shared_memory ((uint4 *)emulated_memory())"
+        "extern __shared__ __align__(128) uint4 shared_memory[];", "#define shared_memory ((uint4 *)emulated_memory())"
     )
     code = re.sub(
         r'#if HALF\n(  asm\("mma[^\n]*\n)#else\n[^\n]*\n#endif\n', r"\1", code

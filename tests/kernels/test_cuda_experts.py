@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4ward.formats.formats import NVFP4
+from fp4ward.formats.formats import BF16, NVFP4
 from fp4ward.formats.weight import Weight, part_shapes
 from fp4ward.kernels import cuda_experts, experts, nvrtc
 from fp4ward.kernels.cuda_experts import Prepared, Routing, choose, expert_map, prepare, restore, route, run
 from fp4ward.kernels.cuda_linear import H200, Gpu, gpu_of
+from fp4ward.kernels.experts import Router
+from fp4ward.kernels.norm import rms_norm
 from tests.cases import MOE, NORM_ERROR
 from tests.kernels import emulator
 
@@ -147,7 +149,7 @@ def check_route(logits, top_k, local, shared=0, gate=None, **options):
     weights, ids = experts.route(logits, top_k, **options)
     if shared:
         always = torch.arange(local - shared, local, device=DEVICE).repeat(tokens, 1)
-        one = torch.ones(tokens) if gate is None else gate.float().sigmoid()
+        one = torch.ones(tokens, device=DEVICE) if gate is None else gate.float().sigmoid()
         ids, weights = torch.cat([ids, always], 1), torch.cat([weights, one[:, None].repeat(1, shared)], 1)
     assert torch.equal(got.slots.long(), ids)
     torch.testing.assert_close(got.weights, weights.float(), rtol=1e-5, atol=1e-9)
@@ -276,6 +278,14 @@ def test_experts_without_a_gate_in_large_blocks_with_their_rows_spilled():
 
 
 @RUN
+@pytest.mark.parametrize("down", [{"R": 2, "CLUSTER": 1}, {"R": 2, "CLUSTER": 2}, {"R": 2, "CLUSTER": 2, "SPILL": 1}])
+def test_two_tiles_at_once_and_blocks_shared_by_two(down):
+    weights, route = block(6, 176, 96), routed(11, 6, 3)
+    route[1][0, 0], route[1][1] = -1, -1
+    check(draw(11, 96), weights, *route, {"R": 2, "WARPS": 4}, {"WARPS": 4, **down})
+
+
+@RUN
 def test_all_tokens_on_one_expert_and_none_at_all():
     weights = block(6, 48, 176)
     for tokens in (19, 140):  # 140: more blocks than groups of warps, so that activations are replaced
@@ -302,6 +312,78 @@ def test_shared_experts_run_in_the_same_launches():
     want = reference(x.double(), weights, scale, ids)
     want += reference(x.double(), alone, logits[:, 4:].double().sigmoid(), torch.zeros_like(ids[:, :1]))
     assert (got.double() - want).norm() <= NORM_ERROR * want.norm()
+
+
+def steady(tokens: int, hidden: int) -> torch.Tensor:
+    """The same on every machine, for what decides a choice."""
+    return torch.randn(tokens, hidden).bfloat16().to(DEVICE)
+
+
+def whole(e: int, i: int, h: int, wide: int = 1):
+    """What experts.block takes after x, its router's logits far from ties; and the same prepared."""
+    weights, shared = block(e, i, h), [make(wide * i, h), make(wide * i, h), make(h, wide * i)]
+    gate, shared_gate = (Weight(BF16, {"data": steady(n, h) * (8 / h) ** 0.5}) for n in (e, 1))
+    norm = 1 + steady(1, h)[0] / 8
+    return (norm, weights, gate, shared_gate, shared), cuda_experts.prepare_block(*weights, gate, shared_gate, *shared)
+
+
+def block_of_parts(x, parts, made, router):
+    """experts.block in float64 without x, but for what a bf16 engine has in bf16 whoever multiplies: norm, logits."""
+    norm, weights, gate, _, shared = parts
+    n = rms_norm(x, norm, 1e-6)
+    logits = n @ made.gates.T
+    logits, own = logits[:, : gate.shape[0]], logits[:, gate.shape[0], None]
+    routed = reference(n.double(), weights, *router(logits.double()))
+    alone = [Weight(NVFP4, {name: part[None] for name, part in w.parts.items()}) for w in shared]
+    return routed + reference(n.double(), alone, own.double().sigmoid(), torch.zeros_like(own, dtype=torch.long))
+
+
+@RUN
+def test_a_block_runs_from_norm_to_residual(monkeypatch):
+    parts, made = whole(6, 32, 80, wide=2)
+    x, router = steady(7, 80), Router(3, factor=2.5)
+    want = block_of_parts(x, parts, made, router)
+    whole_want = experts.block(x.double(), parts[0].double(), 1e-6, router, *parts[1:])
+    for most in (4096, 11):  # in one round, and two tokens a round
+        monkeypatch.setattr(cuda_experts, "MAX_PAIRS", most)
+        got = cuda_experts.block(x, made, parts[0], 1e-6, router).double()
+        assert (got - x.double() - want).norm() <= 1.5 * NORM_ERROR * want.norm()  # the sum with x is rounded too
+        assert (got - whole_want).norm() <= 0.02 * want.norm()
+        assert torch.equal(cuda_experts.block(x, made, parts[0], 1e-6, router).double(), got)
+    monkeypatch.setattr(cuda_experts, "MAX_PAIRS", 4096)
+    assert cuda_experts.block(x[:0], made, parts[0], 1e-6, router).shape == (0, 80)
+    here = Router(3, copies_EC=expert_map([[0], [-1], [1], [-1], [-1], [-1]], DEVICE))  # B8: of another rank
+    some = [Weight(NVFP4, {k: p[::2][:2] for k, p in w.parts.items()}) for w in parts[1]]
+    logits = steady(7, 6)
+    got = cuda_experts.routed(x, prepare(*some), logits, here)
+    scale, ids = here(logits)
+    want = reference(x.double(), some, scale.double(), ids)
+    assert set(ids.unique().tolist()) == {-1, 0, 1} and (got.double() - want).norm() <= NORM_ERROR * want.norm()
+
+
+@GPU
+@pytest.mark.parametrize("tokens", [1, 17, 130])
+def test_a_graph_holds_a_chain_of_blocks(tokens):
+    parts, made = whole(16, 512, 2048)
+    x, router = draw(tokens, 2048), Router(4)
+    want = block_of_parts(x, parts, made, router)
+    got = cuda_experts.block(x, made, parts[0], 1e-6, router)
+    assert (got.double() - x.double() - want).norm() <= 1.5 * NORM_ERROR * want.norm()
+
+    def chain():
+        y = x
+        for _ in range(3):
+            y = cuda_experts.block(y, made, parts[0], 1e-6, router)
+        return y
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    for _ in range(4):
+        x.copy_(draw(tokens, 2048))
+        graph.replay()
+        assert torch.equal(y, chain())
 
 
 @GPU

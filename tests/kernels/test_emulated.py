@@ -16,7 +16,7 @@ from tests.kernels.emulator import COMPILER, Emulated
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 BF16, F16 = torch.bfloat16, torch.float16
-SMALL, OLD = Gpu(3, 227 << 10, True), Gpu(8, 99 << 10, True)
+SMALL, OLD, HOPPER = Gpu(3, 227 << 10, True), Gpu(8, 99 << 10, True), Gpu(3, 227 << 10, True, True)
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +37,28 @@ def weight(name: str, n: int, k: int) -> Weight:
 
 
 CASES = (
-    # narrow: x in registers, warps part K
-    ("nvfp4", 3, 160, 288, BF16, SMALL, {}),
-    ("nvfp4", 9, 72, 2304, F16, SMALL, {}),
-    ("nvfp4", 16, 48, 4352, BF16, Gpu(2, 227 << 10, True), {}),  # K in chunks
-    ("nvfp4", 2, 400, 640, BF16, SMALL, {"STEPS": 3}),
-    ("fp8_channel", 7, 100, 1040, BF16, SMALL, {}),
+    # narrow: all of x in shared memory, records dealt to warps
+    ("nvfp4", 3, 160, 288, BF16, SMALL, {"DEPTH": 4, "WARPS": 8}),
+    ("nvfp4", 9, 72, 2304, F16, SMALL, {"DEPTH": 2, "R": 2, "WARPS": 8, "CTAS": 1}),
+    ("nvfp4", 16, 48, 4352, BF16, SMALL, {"DEPTH": 2, "CLUSTER": 2, "R": 2, "WARPS": 8}),
+    ("nvfp4", 2, 400, 640, BF16, SMALL, {"WARPS": 3, "DEPTH": 1}),
+    ("nvfp4", 8, 900, 400, BF16, Gpu(9, 227 << 10, True), {"DEPTH": 4, "CLUSTER": 4, "WARPS": 4}),  # a rank without k
+    ("nvfp4", 1, 1, 48, BF16, SMALL, {"DEPTH": 4}),
+    ("fp8_channel", 7, 100, 1040, BF16, SMALL, {"DEPTH": 2, "R": 2, "WARPS": 5}),
     ("fp8_tensor", 2, 33, 80, F16, SMALL, {}),
-    ("fp8_block", 16, 48, 640, BF16, SMALL, {}),
-    # wide: x in shared memory, clusters part K
+    ("fp8_block", 16, 48, 640, BF16, SMALL, {"DEPTH": 4, "CLUSTER": 2, "WARPS": 4}),
+    # warpgroup: x in shared memory in the order of the products
+    ("nvfp4", 64, 300, 400, BF16, HOPPER, {"GROUPS": 1, "R": 2, "CLUSTER": 1}),
+    ("nvfp4", 19, 260, 1040, F16, HOPPER, {"GROUPS": 2, "R": 1, "CLUSTER": 4}),
+    ("fp8_channel", 16, 64, 640, BF16, HOPPER, {"GROUPS": 1, "R": 1, "CLUSTER": 2}),
+    # wide: x in shared memory, warps and clusters part K
     ("nvfp4", 17, 160, 288, BF16, SMALL, {}),
     ("nvfp4", 64, 140, 1040, F16, SMALL, {"CLUSTER": 2, "WN": 8}),
     ("nvfp4", 32, 80, 2048, BF16, SMALL, {"CLUSTER": 8, "WN": 4}),
-    ("nvfp4", 1, 80, 1024, BF16, SMALL, {"WIDE": 1, "CLUSTER": 1, "WN": 4}),
+    ("nvfp4", 1, 80, 1024, BF16, SMALL, {"CLUSTER": 1, "WN": 4}),
     ("fp8_block", 33, 80, 512, BF16, OLD, {}),
+    ("nvfp4", 13, 100, 1088, BF16, SMALL, {"WARPS": 12, "WN": 3, "R": 1, "CLUSTER": 1}),
+    ("nvfp4", 20, 33, 2048, F16, SMALL, {"WARPS": 8, "WN": 1, "R": 2, "CLUSTER": 1}),
     ("fp8_channel", 31, 33, 512, BF16, SMALL, {"CLUSTER": 1, "WN": 4}),
 )
 
@@ -67,7 +75,7 @@ def test_a_kernel_computes_its_reference(
     plan = cuda_linear.choose(made.kind, m, n, k, gpu, tuning)
     source = cuda_linear._source(made.kind, plan.entry, dtype == F16, plan.defines)
     tensors = (made.records, made.row_scale, x, bias, y)
-    Emulated(source, folder)(plan.grid, plan.threads, plan.shared, *tensors, m, n, k, k, *plan.extra)
+    Emulated(source, folder)(plan.grid, plan.threads, plan.shared, *tensors, m, n, k, k)
     dense, off = w.dense(torch.float64), 0 if bias is None else bias.double()
     want = x.double() @ dense.T + off
     assert (y.double() - want).norm() <= 4e-3 * want.norm()

@@ -65,8 +65,8 @@ def test_the_references_lose_what_their_formats_lose(quantized: str, format: For
     reference = getattr(scaled_mm, f"{quantized}_reference")
     loss = off(reference(x, w), linear.reference(x, w))
     assert most / 3 < loss < most
-    assert torch.equal(reference(x[3:4], w), reference(x, w)[3:4])  # a token's scale is its own
-    assert reference(torch.zeros(2, 640), w).eq(0).all() and reference(x[:0], w).shape == (0, 48)
+    assert off(reference(x[3:4], w), reference(x, w)[3:4]) < 1e-12  # a token's scale is its own; a GPU's order of sums
+    assert reference(torch.zeros_like(x[:2]), w).eq(0).all() and reference(x[:0], w).shape == (0, 48)
 
 
 def test_scales_are_swizzled_as_cublas_reads_them() -> None:

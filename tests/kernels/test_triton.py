@@ -20,7 +20,7 @@ GPU = torch.cuda.is_available()  # without one, conftest.py chose the interprete
 from fp4ward.formats import nvfp4  # noqa: E402
 from fp4ward.formats.formats import BF16, NVFP4  # noqa: E402
 from fp4ward.formats.weight import Weight, concat  # noqa: E402
-from fp4ward.kernels import experts, specs, triton_experts, triton_linear  # noqa: E402
+from fp4ward.kernels import experts, triton_experts, triton_linear  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float16, torch.bfloat16 if GPU else torch.float32]
@@ -236,17 +236,16 @@ def test_sorted_blocks_hold_every_pair_once(pairs, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_the_plan_counts_the_launches_of_a_call(tokens, monkeypatch):
+def test_a_call_is_few_launches(tokens, monkeypatch):
     launched, launch = [], type(triton_experts._sum).__getitem__
     monkeypatch.setattr(
         type(triton_experts._sum), "__getitem__", lambda kernel, grid: launched.append(1) or launch(kernel, grid)
     )
-    rows = {spec.name: spec for spec in specs.SPECS}
     check_linear(draw(tokens, 64, dtype=torch.float16), make(32, 64))
-    assert (len(launched), 0) == rows["triton_w4a16_linear"].launches
+    assert len(launched) == 1
     launched.clear()
     check_experts(draw(tokens, HIDDEN, dtype=torch.float16), *routed(tokens, 2))
-    assert (len(launched) + (tokens == 1), 0) == rows["triton_w4a16_experts"].launches  # a single token is not sorted
+    assert len(launched) == 4 - (tokens == 1)  # a single token is not sorted
 
 
 def test_the_benchmark_says_that_it_needs_a_gpu(capsys):

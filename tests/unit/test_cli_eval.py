@@ -118,6 +118,8 @@ def test_another_model_is_told_the_form_and_gets_more_room(pupil: type[Pupil], c
 def test_quick_is_one_family_and_seeds_differ(pupil: type[Pupil], capsys: Capture) -> None:
     assert cli.main(["eval", "m", "--quick"]) == 0
     assert len(pupil.made[0].asked) == run.QUICK_COUNT and "arithmetic" in capsys.readouterr().out
+    assert cli.main(["eval", "m", "--quick", "--tasks", "all", "--count", "2"]) == 0
+    assert len(pupil.made[1].asked) == 2 * len(tasks.FAMILIES)  # all means all
     assert len(run.plan(["recall"], None, True, 0)) == run.QUICK_COUNT
     assert {q.id for q in run.plan([], 20, False, 1)}.isdisjoint(q.id for q in questions())
 
@@ -222,7 +224,7 @@ def test_a_saved_run_is_compared_question_by_question(pupil: type[Pupil], capsys
     assert got["interval_95"][1] < 0 and got["p_value"] == 2 / 2**30
     assert cli.main(["eval", "m", "--count", "20", "--compare", str(saved)]) == 0
     out = capsys.readouterr().out
-    assert "│ choice     │  -30.0 │" in out and "< 0.001" in out and "The difference is m minus m." in out
+    assert "│ choice     │  -30.0 │" in out and "< 0.001" in out and "The difference is m now minus m as saved." in out
 
 
 def test_gains_and_losses_are_told_apart() -> None:

@@ -164,13 +164,13 @@ def test_the_router_spreads_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     changes = {"hidden_size": 128, "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 8}
     folder = only_json(tmp_path, "q35moe-w4a16-modelopt", layer_types=None, **changes)
     llm = LLM(str(folder), device="cpu", load_format="dummy")
-    chosen, route = [], experts.route_softmax
+    chosen, route = [], experts.route
 
-    def spy(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen.append(route(logits, top_k)[1])
-        return route(logits, top_k)
+    def spy(logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen.append(route(logits, top_k, **options)[1])
+        return route(logits, top_k, **options)
 
-    monkeypatch.setattr(experts, "route_softmax", spy)
+    monkeypatch.setattr(experts, "route", spy)
     llm.logits(torch.randint(512, (400,), generator=torch.Generator().manual_seed(0)).tolist())
     assert len(chosen) == 8
     for ids in chosen:  # 50 tokens an expert

@@ -48,7 +48,7 @@ RULES = {
         + ("parallel.placement",)
     ),
     "plan": Rule(("config", "memory", "pieces", "hardware", "kernels.specs", "formats.scheme", "parallel.placement")),
-    "plan_text": Rule(("plan", "pieces", "hardware")),
+    "plan_text": Rule(("plan", "pieces", "hardware", "kernels.specs")),
     "llm": Rule(
         ("config", "checkpoint", "facts", "formats", "hardware", "models", "pieces", "plan", "runtime")
         + ("serve.template", "serve.text"),
