@@ -29,6 +29,7 @@ from fp4ward.formats.formats import NVFP4
 from fp4ward.formats.weight import Weight, concat
 from fp4ward.kernels import cuda_linear, norm, nvrtc
 from fp4ward.kernels.cuda_linear import COLUMNS, DTYPES, H200, RECORD, ROWS, Gpu, Launch, gpu_of
+from fp4ward.kernels.cuda_linear import gpu_here as _gpu
 from fp4ward.kernels.experts import Router
 from fp4ward.kernels.nvrtc import Source
 
@@ -281,11 +282,6 @@ def sources(sm: int) -> list[Source]:
     return list(dict.fromkeys(found))
 
 
-def _gpu(device: torch.device) -> Gpu:
-    properties = torch.cuda.get_device_properties(device)
-    return gpu_of(10 * properties.major + properties.minor, properties.multi_processor_count)
-
-
 @functools.cache
 def _plan(
     tokens: int, top_k: int, shape: tuple[int, int, int], shared: int, gated: bool, half: bool, device: torch.device,
@@ -337,7 +333,8 @@ def route(
     """experts.route's choice for `prepared`'s slots, and its list for `run` with activations of `dtype`, in one launch.
 
     logits: f32, bf16 or f16, a row contiguous. Shared experts come last among a token's, with weight
-    sigmoid(shared_gate_T) (of the logits' type, any stride) or 1. At most MAX_PAIRS pairs.
+    sigmoid(shared_gate_T) (of the logits' type, any stride) or 1. At most MAX_PAIRS pairs. Of one stream of a device at
+    a time: the launches share a counter.
     """
     (tokens, experts), local = logits_TE.shape, prepared.shape[0]
     k = top_k + prepared.shared
@@ -381,6 +378,8 @@ def run(
         return y.zero_() if residual_TH is None else y.copy_(residual_TH)
     assert residual_TH is None or (residual_TH.shape == x_TH.shape and residual_TH.dtype == x_TH.dtype)
     x, residual = x_TH, None if residual_TH is None else residual_TH.contiguous()
+    if residual is not None and residual.data_ptr() % 8:
+        residual = residual.clone()
     pitch = x.stride(0) if tokens > 1 else hidden
     if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:
         x, pitch = x.clone(memory_format=torch.contiguous_format), hidden

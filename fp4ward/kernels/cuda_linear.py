@@ -224,7 +224,7 @@ class Gpu:
 
     def slots(self, cluster: int) -> int:
         """CTAs in clusters of this size that find a multiprocessor each (an H200: 30 of 4, 15 of 8)."""
-        return self.sms // cluster * cluster if cluster < 4 else max(cluster, self.sms * 10 // 11)
+        return max(cluster, self.sms // cluster * cluster if cluster < 4 else self.sms * 10 // 11)
 
 
 def gpu_of(sm: int, sms: int) -> Gpu:
@@ -250,6 +250,7 @@ WAYS: dict[str, tuple[dict[str, int], ...]] = {
 }
 CLUSTERS = {"narrow": (1, 2), "wide": (1, 2, 4), "warpgroup": (1, 2, 4, 8)}
 OWN = {"DEPTH": "narrow", "WN": "wide", "GROUPS": "warpgroup"}
+TUNED = {"WARPS", "CTAS", "R", "CLUSTER", "RING", "PDL", *OWN}
 
 # Microseconds on an H200: to begin; in a cluster; for each record that a multiprocessor goes through, for 8 tokens of
 # it, and once more where a warp has no second tile to read x for; for a KiB of x; for each stage, and for 8 tokens of
@@ -291,12 +292,12 @@ def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, i
     stage = warps * r * SLOT[kind]
     fit = (gpu.room // ctas - 1024 * (ctas > 1) - fixed) // stage
     depth = way.get("DEPTH", 4 if fit >= 4 else 2)
-    if nt > 2 or depth > fit or (cluster > 1 and not gpu.clusters):
+    if nt > 2 or depth > fit or (cluster > 1 and not gpu.clusters) or (cluster - 1) * share * COLUMNS >= k:
         return None
     defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CTAS": ctas, "CLUSTER": cluster}
     sums = (cluster > 1) * most * r * nt
     us = _us("narrow", cluster, most * r * share, nt, r, x, 0, sums, 1, ctas == 1)
-    us += 0.0013 * nt * most * r * share * (warps == 8)
+    us += 0.0013 * nt * most * r * share * (warps == 8)  # fitted with COSTS: so few warps are slower at each record
     shared = _alone(gpu, grid, cluster, depth * stage + fixed)
     return Launch(defines, "narrow", (grid, cluster, 1), warps * 32, shared, us=us)
 
@@ -344,6 +345,9 @@ def choose(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str
 
     Depends on tokens only through ceil(tokens / 8) up to 16, whether there is one, and the power of two from there on.
     """
+    assert TUNED.issuperset(tuning), (
+        f"{', '.join(set(tuning) - TUNED)}: no define to tune; {', '.join(sorted(TUNED))} are"
+    )
     named = [entry for key, entry in OWN.items() if key in tuning]
     found: list[Launch] = []
     for entry, make in (("narrow", narrow), ("wide", wide), ("warpgroup", warpgroup)):

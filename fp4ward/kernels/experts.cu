@@ -4,8 +4,8 @@
 // pair is one choice of one token, p = t k + j. A block is up to S = 8 NT pairs of one expert.
 //
 // gate_up: h[p] = silu(gate x) * (up x), or relu(up x)^2. A tile of 16 rows is 8 of gate and the same 8 of up, so that
-// a lane's C fragment holds both; an item is R tiles. All groups of warps share all (block, tile) evenly, each a run of neighbours: x stays
-// in registers until the block changes.
+// a lane's C fragment holds both; an item is R tiles. All groups of warps share all (block, item) evenly, each a run of
+// neighbours: x stays in registers until the block changes.
 // down: y[t] = sum_j weight[t, j] (down h[t k + j]), and the residual. CLUSTER CTAs own 16 R rows of y and share all
 // blocks, so the sum needs neither atomics nor another launch: each pair's rows lie in the shared memory of one of them,
 // where the others have zeros (or, SPILL, in memory), until all are there. It runs over a token's choices in their

@@ -180,7 +180,7 @@ narrow(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, 
     if (from == to) return;
     for (int f = warp - from; f < R * NT; f += to - from + 1) {
       const int r = f / NT, t = f % NT;
-      float4 v = partial[from][first_of(from) <= start][r][t][lane];
+      float4 v = partial[from][1][r][t][lane];
 #pragma unroll 4
       for (int q = from + 1; q <= to; q++) add(v, partial[q][0][r][t][lane]);
       finish(unit, r, t, v);
@@ -207,6 +207,7 @@ narrow(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, 
 // More tokens (M <= 8 NT): a CTA computes 16 R WN rows; x goes through shared memory, and every decoded fragment multiplies
 // NT blocks of tokens. WK warps, and CLUSTER CTAs, part K; their sums meet at the end in a fixed order, through the
 // cluster's shared memory. A chunk of 8 columns of an odd token lies beside its place, so that reads meet no bank twice.
+static_assert(WARPS % WN == 0 && WN * R * 16 <= WARPS * 32, "warps along k, and a thread for each scale");
 constexpr int WK = WARPS / WN;
 constexpr int SIDE = NT < 4 ? NT : 4;  // blocks of tokens at once
 constexpr int UNITS = WN * R * NT;    // C fragments of the CTA

@@ -21,6 +21,7 @@ BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
 ITEM = {BF16: 2, F16: 2, F32: 4, F64: 8}  # bytes
 ALL_DTYPES = tuple(ITEM)
 EXPERTS = {"experts": 3, "relu2_experts": 2}  # op -> matrices of one expert: gate, up, down; up, down
+WIDEST = 8192  # columns that the warps of a block can share in a kernel that routes
 MOST_CHOSEN = 32  # experts of a token that a kernel that routes can choose, shared ones among them
 UNWRITTEN = ("mamba2", "relu2_experts")  # ops of architectures that are planned before their kernels exist
 DENSE = {"bf16": BF16, "f16": F16, "f32": F32}  # formats that torch multiplies as they are, in their own type
@@ -213,6 +214,8 @@ def unfit(spec: KernelSpec, layer: LayerDesc, hw: Hardware, dtype: str) -> str |
             return f"needs N in multiples of {spec.n_div} and K of {spec.k_div}, a rank has {n} x {k}"
     if spec.routes and (layer.top_k > MOST_CHOSEN or layer.shape[0] > 1024):
         return f"chooses up to {MOST_CHOSEN} of 1024 experts, not {layer.top_k} of {layer.shape[0]}"
+    if spec.routes and max(layer.local[0][-2:]) > WIDEST:
+        return f"reads experts up to {WIDEST} wide, not {' x '.join(map(str, layer.local[0][-2:]))}"
     return None if installed(spec.module) else f"is not installed ({__package__}.{spec.module})"
 
 

@@ -3,7 +3,8 @@
 Runs kernels where no GPU is, slowly, and sees what a GPU may hide: a copy to shared memory arrives only when it is
 waited for (until then its place holds NaN), what a kernel reads or copies must lie within its tensors and be aligned,
 shared memory starts as NaN and ends where it was said to, and no thread goes on before its barrier. It does not see
-races that need two threads between the same barriers, nor what PDL allows to overlap. Needs g++.
+races that need two threads between the same barriers, nor what PDL allows to overlap; wgmma ends at once there, and
+fences between proxies do nothing. Needs g++.
 """
 
 from __future__ import annotations

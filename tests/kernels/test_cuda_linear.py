@@ -200,6 +200,15 @@ def test_a_multiprocessor_holds_no_more_blocks_than_its_share():  # else those t
         assert ctas == H200.sms or H200.room // made.shared <= -(-ctas // H200.slots(made.grid[1]))
 
 
+def test_no_rank_of_a_cluster_is_without_columns_and_no_define_is_unknown():
+    way = {"WARPS": 8, "R": 1, "CTAS": 1}
+    assert cuda_linear.narrow("nvfp4", 1, 900, 1152, H200, {**way, "CLUSTER": 3}) is not None
+    for k, cluster in ((1152, 4), (128, 2)):  # of 9 records each rank would have 3, 3, 3 and none
+        assert cuda_linear.narrow("nvfp4", 1, 900, k, H200, {**way, "CLUSTER": cluster}) is None
+    with pytest.raises(AssertionError, match="WRAPS: no define to tune"):
+        choose("nvfp4", 1, 64, 64, H200, {"WRAPS": 8})
+
+
 @pytest.mark.parametrize("key", ["DEPTH", "WN", "GROUPS"])
 def test_a_define_names_its_kernel(key):
     made = choose("nvfp4", 16, 2048, 2048, H200, {key: 2})

@@ -42,7 +42,7 @@ CASES = (
     ("nvfp4", 9, 72, 2304, F16, SMALL, {"DEPTH": 2, "R": 2, "WARPS": 8, "CTAS": 1}),
     ("nvfp4", 16, 48, 4352, BF16, SMALL, {"DEPTH": 2, "CLUSTER": 2, "R": 2, "WARPS": 8}),
     ("nvfp4", 2, 400, 640, BF16, SMALL, {"WARPS": 3, "DEPTH": 1}),
-    ("nvfp4", 8, 900, 400, BF16, Gpu(9, 227 << 10, True), {"DEPTH": 4, "CLUSTER": 4, "WARPS": 4}),  # a rank without k
+    ("nvfp4", 8, 900, 400, BF16, Gpu(9, 227 << 10, True), {"DEPTH": 4, "CLUSTER": 4, "WARPS": 4}),
     ("nvfp4", 1, 1, 48, BF16, SMALL, {"DEPTH": 4}),
     ("fp8_channel", 7, 100, 1040, BF16, SMALL, {"DEPTH": 2, "R": 2, "WARPS": 5}),
     ("fp8_tensor", 2, 33, 80, F16, SMALL, {}),

@@ -107,6 +107,17 @@ def test_the_flags_choose_kernels_shapes_tokens_and_variants() -> None:
     assert [c.name for c in kernel.select("^160x", odd=True)] == ["160x288"]
 
 
+def test_a_result_file_is_shown_again_or_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = common.ROOT / "bench" / "results"
+    assert kernel.main(["--read", str(results / "kernel_h200.jsonl")]) == 0
+    assert "goal met" in capsys.readouterr().out
+    for name in ("none", "experts_h200.jsonl", "peers_h200.json"):
+        with pytest.raises(UserError, match="--read"):
+            kernel.stored_rows(results / name, "nvfp4")
+
+
 @pytest.mark.parametrize(
     ("ask", "words"),
     [

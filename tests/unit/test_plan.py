@@ -21,7 +21,7 @@ from fp4ward.config import EngineConfig
 from fp4ward.errors import UserError
 from fp4ward.facts import STATELESS, PagedKv, qwen3_5
 from fp4ward.formats.formats import FORMATS
-from fp4ward.kernels import specs
+from fp4ward.kernels import cuda_experts, cuda_linear, specs
 from fp4ward.kernels.specs import SPECS, Batch, KernelSpec, LayerDesc, estimate, unfit, weight_bytes
 from fp4ward.pieces import Layout, Subject, local_shape
 from tests.build import Checkpoint
@@ -463,6 +463,15 @@ def test_a_row_is_held_to_the_shapes_of_every_rank() -> None:
     old = dataclasses.replace(row, min_sm=80, max_sm=89)
     layer = LayerDesc("x", "linear", "nvfp4 W4A16", (FORMATS["nvfp4"],), (128, 64), ((128, 64),))
     assert unfit(old, layer, H200, "bfloat16") == "needs a GPU of SM 80 to 89; H200 is SM 90"
+
+
+def test_experts_too_wide_for_the_warps_of_a_block_go_elsewhere() -> None:  # what runs must be what can be launched
+    row = next(s for s in SPECS if s.name == "cuda_w4a16_experts")
+    for shape, fits in (((8, 8192, 4096), True), ((8, 14336, 4096), False), ((8, 512, 8208), False)):
+        layer = LayerDesc("x", "experts", "nvfp4 W4A16", (FORMATS["nvfp4"],), shape, (shape,), top_k=2)
+        assert (unfit(row, layer, H200, "bfloat16") is None) == fits
+        if fits:
+            assert cuda_experts.choose(1, 2, shape, 0, True, cuda_linear.H200, {}, {}).up.shared > 0
 
 
 def test_regimes_may_run_different_kernels(subject: Callable[[str], Subject]) -> None:
