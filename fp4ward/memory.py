@@ -70,13 +70,13 @@ def wanted(config: EngineConfig) -> int:
     return -(-config.max_model_len // config.block_size) * config.max_num_seqs
 
 
-def pages(spec: Sequence[StateSpec], config: EngineConfig, free: int | None) -> tuple[int, int]:
+def pages(spec: Sequence[StateSpec], config: EngineConfig, free: int | None, scratch: int = 0) -> tuple[int, int]:
     """Pages of K and V to hold: what max_num_seqs full sequences need, or fewer; and the bytes that there are for them.
-    free: what weights leave of a GPU, None on a CPU. config: resolved."""
+    free: what weights leave of a GPU, None on a CPU. scratch: bytes of it that a step needs. config: resolved."""
     page, budget = page_bytes(spec, config.block_size, config.kv_cache_dtype), config.kv_cache_memory_bytes
     if budget is None:
         slots = config.max_num_seqs * slot_bytes(spec, config.dtype)
-        budget = CPU_CACHE_BYTES if free is None else int(free * GPU_CACHE_SHARE) - slots
+        budget = CPU_CACHE_BYTES if free is None else min(int(free * GPU_CACHE_SHARE), free - scratch) - slots
     most = wanted(config)
     return min(most, max(budget, 0) // page) if page else most, budget  # no attention layer: pages cost nothing
 
@@ -88,9 +88,9 @@ def measure(cut: Pieces, hw: Hardware, config: EngineConfig) -> Memory:
     for rank, (own, spec) in enumerate(zip(cut.weights, cut.states, strict=True)):
         page = page_bytes(spec, config.block_size, config.kv_cache_dtype)
         slot, free = slot_bytes(spec, config.dtype), hw.memory - reserved - own
-        count, cache = pages(spec, config, None if hw.cpu else free)
         slots = config.max_num_seqs * slot
         graphs, checkpoints = 0 if hw.cpu else GRAPHS, CHECKPOINTS * slot
+        count, cache = pages(spec, config, None if hw.cpu else free, scratch + graphs + checkpoints)
         free -= slots + count * page + graphs + checkpoints
         context = min(config.max_model_len, count * config.block_size)
         sizes = (slot, slots, page, count, cache, free, context, config.block_size, graphs, checkpoints)

@@ -66,7 +66,8 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _speed(plan: Plan) -> list[str]:
-    lines = [f"limits of a step (decode after {CONTEXT} tokens each; collectives and norms are not counted)"]
+    apart = "collectives, norms and launching from Python are not counted"
+    lines = [f"limits of a step (decode after {CONTEXT} tokens each; {apart})"]
     lacking = any(not k.kernel.module for p in plan.layers for k in p.choice.picks)
     for i, regime in enumerate(plan.regimes):
         floor, expected = (plan.step_us(i, floor=f) for f in (True, False))

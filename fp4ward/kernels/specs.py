@@ -224,7 +224,8 @@ def unproven(spec: KernelSpec) -> str | None:
     why = None if spec.status in (TESTED, REFERENCE) else f"is {spec.status}"
     if why is None and spec.input != "high":
         why = f"quantizes its input to {spec.input}, which no trained model has been judged with"
-    return why and f"{why}; --kernel {spec.op}={spec.name} asks for it"
+    few = f" (with another for more than {spec.tokens[1]} tokens)" if spec.tokens[1] < KernelSpec.tokens[1] else ""
+    return why and f"{why}; --kernel {spec.op}={spec.name}{few} asks for it"
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,8 @@ def test_a_kernel_that_nobody_has_judged_waits_to_be_asked_for(subject: Callable
         ("cuda_w8a16_linear", "is compiled, never run on this hardware", "reference_linear"),
         ("torch_w8a8_linear", "quantizes its input to fp8, which no trained model has been judged with", None),
     ):
-        assert plain[name] == f"{why}; --kernel linear={name} asks for it"
+        few = " (with another for more than 64 tokens)" if many else ""
+        assert plain[name] == f"{why}; --kernel linear={name}{few} asks for it"
         rest = "torch_linear,triton_w4a16_linear" + (f",{many}" if many else "")
         asked = [pick.kernel.name for pick in chosen(kernel=[f"linear={name},{rest}"]).picks]
         assert (asked[0], asked[-1]) == (name, many or name) and set(asked) <= {name, many}
@@ -682,13 +683,20 @@ def test_what_does_not_fit_says_what_to_change(public: Callable[[str], Subject])
     assert enough.failures == () and enough.memory.context == 4096
 
 
+def test_the_cache_leaves_room_for_a_step(public: Callable[[str], Subject]) -> None:
+    made = make(public("nvidia/Qwen3.6-35B-A3B-NVFP4"), "RTX-4090")  # has room for 22.3 GiB
+    memory_ = made.memory
+    assert made.failures == () and memory_.free >= memory_.scratch > 0.2 * (memory_.free + memory_.cache)
+    assert kernels(made, "self_attn.q_proj") == {"cuda_w8a16_linear", "reference_linear"}
+
+
 def test_a_layout_of_its_own_waits_where_it_takes_the_room(public: Callable[[str], Subject]) -> None:
     """Weights for many tokens are read as stored, so that a kernel for few holds them once more."""
     s, cuda = public("nvidia/Qwen3.6-35B-A3B-NVFP4"), "cuda_w4a16_experts"
     made = make(s, "RTX-5090")  # has room for 30.7 GiB: 19.5 as stored, 1.2 of FP8 again, not 16.9 of experts
     assert made.failures == () and kernels(made, "mlp.experts") == {"triton_w4a16_experts"}
     assert kernels(made, "self_attn.q_proj") == {"cuda_w8a16_linear", "reference_linear"}
-    said = f"is {specs.NO_ROOM}; --kernel experts={cuda} asks for it"
+    said = f"is {specs.NO_ROOM}; --kernel experts={cuda} (with another for more than 256 tokens) asks for it"
     assert dict(next(p for p in made.layers if p.layer.op == "experts").choice.rejected)[cuda] == said
     told = {n.where: n.text for n in made.notices if n.code == "no-room"}
     assert told[cuda] == said and "cuda_w8a16_linear" not in told  # the one that saves the least for its bytes waits
