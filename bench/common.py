@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from fp4ward.errors import UserError  # noqa: E402
 from fp4ward.formats.formats import FORMATS  # noqa: E402
 from fp4ward.formats.weight import Weight, part_shapes  # noqa: E402
 
@@ -37,6 +39,17 @@ def head(commit: str | None = None, *, device: str = "cuda") -> dict[str, str]:
         "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,
     }
+
+
+def command(
+    run: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> int:
+    """The exit code of a benchmark: 2 and a sentence for what cannot be done."""
+    try:
+        return run(parser.parse_args(argv))
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
 
 
 def write_lines(path: Path | None, rows: Sequence[Mapping[str, object]]) -> None:

@@ -62,7 +62,7 @@ def calls(spec: KernelSpec, layer: LayerDesc, weights: Sequence[Sequence[object]
     met = layer.weight_bytes * min(1.0, len(x) * layer.top_k / layer.shape[0])
     draws = 5 if common.DEVICE == "cpu" else max(len(weights), min(64, math.ceil(common.COLD / met)))
     logits = torch.randn(draws, len(x), layer.shape[0], device=x.device)
-    routed = [experts.route_softmax(one, layer.top_k) for one in logits]
+    routed = [experts.route(one, layer.top_k) for one in logits]
     return [partial(kernel, x, *weights[i % len(weights)], *route) for i, route in enumerate(routed)]
 
 

@@ -48,9 +48,9 @@ from bench.verdict import FP4, Row, Target, kernels_table, peer, shapes_table, t
 from fp4ward.errors import UserError  # noqa: E402
 from fp4ward.formats.weight import Weight, concat  # noqa: E402
 from fp4ward.kernels import cuda_experts, cuda_linear, experts, norm, nvrtc, triton_experts  # noqa: E402
-from fp4ward.kernels.cuda_experts import MAX_PAIRS, VARIANTS, Block, Prepared  # noqa: E402
+from fp4ward.kernels.cuda_experts import MAX_PAIRS, Block, Prepared  # noqa: E402
 from fp4ward.kernels.experts import Router  # noqa: E402
-from tests.cases import ALL_TOKENS, MOE, NORM_ERROR, Moe  # noqa: E402
+from tests.cases import ALL_TOKENS, MOE, NORM_ERROR, VARIANTS, Moe  # noqa: E402
 
 TOKENS, ROUTINGS = (1, 4, 16, 64, 256), ("uniform", "zipf", "one")
 LOOSE = {"bf16": 0.02, "block": 0.02, "parts": 0.02}  # weights rounded to bf16; logits too, which decide
@@ -449,7 +449,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", default="", metavar="REGEX", help="of names such as 256x8x512x2048 or models (all)")
     parser.add_argument("--tokens", help="such as 1,4,16 (1 to 256), or all (to 8192)")
     parser.add_argument("--routing", default="all", help=f"of {', '.join(ROUTINGS)} (all)")
-    parser.add_argument("--variants", default="chosen", metavar="LIST", help="of cuda_experts.VARIANTS, or all")
+    parser.add_argument("--variants", default="chosen", metavar="LIST", help="of VARIANTS in tests/cases.py, or all")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--plot", type=Path, help="a chart (.png, .svg); needs matplotlib")
@@ -490,11 +490,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(_parser().parse_args(argv))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    return common.command(run, _parser(), argv)
 
 
 if __name__ == "__main__":

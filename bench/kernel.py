@@ -461,11 +461,7 @@ def warm_humming(cases: Sequence[Dense], most: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(_parser().parse_args(argv))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    return common.command(run, _parser(), argv)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def bench_moe(e: int, top_k: int, h: int, i: int, tokens: int) -> dict[str, floa
     # One routing of one token meets so few experts that they would stay in the cache: many routings, each cold.
     size = sum(w.nbytes for w in sets[0])
     draws = max(len(sets), min(64, math.ceil(COLD / (size * min(1, tokens * top_k / e)))))
-    routes = [experts.route_softmax(torch.randn(tokens, e, device="cuda"), top_k) for _ in range(draws)]
+    routes = [experts.route(torch.randn(tokens, e, device="cuda"), top_k) for _ in range(draws)]
     few = min(tokens, 4)  # the reference decodes an expert a pair
     weights, ids = routes[0]
     want = experts.reference(x[:few].double(), *sets[0], weights[:few].double(), ids[:few])

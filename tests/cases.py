@@ -102,3 +102,27 @@ ALL_TOKENS = (*DECODE_TOKENS, 128, 256, 512, 1024, 2048, 4096, 8192)
 # of 2^-8 of sum |w| |x| (one bf16 rounding is half of such a unit of the result itself).
 NORM_ERROR = 4e-3
 ULPS = 2.0
+
+# Worth measuring against what cuda_experts.choose takes: defines of gate_up, of down
+VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "chosen": ({}, {}),
+    "8 warps": ({"WARPS": 8}, {"WARPS": 8}),
+    "8 warps up": ({"WARPS": 8}, {}),
+    "8 warps x2": ({"WARPS": 8, "CTAS": 2}, {"WARPS": 8, "CTAS": 2}),
+    "parts 4": ({"PARTS": 4}, {}),
+    "parts 8": ({"PARTS": 8}, {}),
+    "parts 16": ({"PARTS": 16}, {}),
+    "down parts 1": ({}, {"PARTS": 1}),
+    "down parts 2": ({}, {"PARTS": 2}),
+    "down parts 4": ({}, {"PARTS": 4}),
+    "blocks of 8": ({"NT": 1}, {}),
+    "blocks of 16": ({"NT": 2}, {}),
+    "deep": ({"RECORDS": 8}, {"RECORDS": 8}),
+    "up one tile": ({"R": 1}, {}),
+    "up two tiles": ({"R": 2}, {}),
+    "down alone": ({}, {"R": 1, "CLUSTER": 1}),
+    "down two tiles": ({}, {"R": 2, "CLUSTER": 1}),
+    "down two blocks": ({}, {"R": 2, "CLUSTER": 2}),
+    "spill": ({}, {"SPILL": 1}),
+    "no pdl": ({"PDL": 0}, {"PDL": 0}),
+}

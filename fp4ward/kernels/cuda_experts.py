@@ -37,31 +37,9 @@ FILE = "experts.cu"
 MAX_PAIRS = 4096  # of one round of launches; more go in several
 CHUNK = 1 << 28  # weights of a matrix that prepare lays out at once: 600 MiB of scratch for gate and up
 ROUTE_WARPS, RUNS = 16, 16
+TUNED = {"gate_up": {"NT", "WARPS", "CTAS", "PARTS", "RECORDS", "R", "PDL"}}
+TUNED["down"] = TUNED["gate_up"] - {"NT"} | {"CLUSTER", "SPILL"}
 LOGITS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-# Worth measuring against what `choose` takes: defines of gate_up, of down
-VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "chosen": ({}, {}),
-    "8 warps": ({"WARPS": 8}, {"WARPS": 8}),
-    "8 warps up": ({"WARPS": 8}, {}),
-    "8 warps x2": ({"WARPS": 8, "CTAS": 2}, {"WARPS": 8, "CTAS": 2}),
-    "parts 4": ({"PARTS": 4}, {}),
-    "parts 8": ({"PARTS": 8}, {}),
-    "parts 16": ({"PARTS": 16}, {}),
-    "down parts 1": ({}, {"PARTS": 1}),
-    "down parts 2": ({}, {"PARTS": 2}),
-    "down parts 4": ({}, {"PARTS": 4}),
-    "blocks of 8": ({"NT": 1}, {}),
-    "blocks of 16": ({"NT": 2}, {}),
-    "deep": ({"RECORDS": 8}, {"RECORDS": 8}),
-    "up one tile": ({"R": 1}, {}),
-    "up two tiles": ({"R": 2}, {}),
-    "down alone": ({}, {"R": 1, "CLUSTER": 1}),
-    "down two tiles": ({}, {"R": 2, "CLUSTER": 1}),
-    "down two blocks": ({}, {"R": 2, "CLUSTER": 2}),
-    "spill": ({}, {"SPILL": 1}),
-    "no pdl": ({"PDL": 0}, {"PDL": 0}),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +181,9 @@ def choose(
     tokens: int, top_k: int, shape: tuple[int, int, int], shared: int, gated: bool, gpu: Gpu,
     up: Mapping[str, int], down: Mapping[str, int],
 ) -> Plan:  # fmt: skip
-    """top_k: with the shared experts. up, down: defines that override the choice (PARTS, RECORDS: in flight a warp)."""
+    """top_k: with the shared experts. up, down: of TUNED, override the choice (RECORDS: in flight a warp)."""
+    for entry, tuning in (("gate_up", up), ("down", down)):
+        assert TUNED[entry].issuperset(tuning), f"{entry} takes {', '.join(sorted(TUNED[entry]))}, not {dict(tuning)}"
     count, width, hidden = shape
     pairs, k_steps, i_steps = tokens * top_k, -(-hidden // COLUMNS), -(-width // COLUMNS)
     routed = max(1, count - shared)

@@ -239,7 +239,7 @@ def gpu_here(device: torch.device) -> Gpu:
     return gpu_of(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
-# Ways to launch each kernel that were worth having on an H200, and what names a kernel among a caller's tuning.
+# Ways to launch each kernel that were worth having on an H200, and the defines that a caller may give it.
 WAYS: dict[str, tuple[dict[str, int], ...]] = {
     "narrow": tuple({"WARPS": w, "R": r, "CTAS": c} for w, r, c in ((12, 1, 1), (12, 1, 2), (8, 1, 2), (16, 2, 1))),
     "wide": tuple(
@@ -249,8 +249,11 @@ WAYS: dict[str, tuple[dict[str, int], ...]] = {
     "warpgroup": tuple({"GROUPS": g, "R": r} for g, r in ((2, 1), (2, 2), (3, 1))),
 }
 CLUSTERS = {"narrow": (1, 2), "wide": (1, 2, 4), "warpgroup": (1, 2, 4, 8)}
-OWN = {"DEPTH": "narrow", "WN": "wide", "GROUPS": "warpgroup"}
-TUNED = {"WARPS", "CTAS", "R", "CLUSTER", "RING", "PDL", *OWN}
+TUNED = {
+    "narrow": {"DEPTH", "WARPS", "CTAS", "R", "CLUSTER", "PDL"},
+    "wide": {"WN", "RING", "WARPS", "CTAS", "R", "CLUSTER", "PDL"},
+    "warpgroup": {"GROUPS", "RING", "CTAS", "R", "CLUSTER", "PDL"},
+}
 
 # Microseconds on an H200: to begin; in a cluster; for each record that a multiprocessor goes through, for 8 tokens of
 # it, and once more where a warp has no second tile to read x for; for a KiB of x; for each stage, and for 8 tokens of
@@ -341,17 +344,16 @@ def warpgroup(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str
 
 
 def choose(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str, int]) -> Launch:
-    """The launch with the lowest estimate. tuning: defines that override a way's; DEPTH, WN or GROUPS names a kernel.
+    """The launch with the lowest estimate. tuning: defines that override a way's, of the kernels that take all of them
+    (DEPTH: narrow, WN: wide, GROUPS: warpgroup).
 
     Depends on tokens only through ceil(tokens / 8) up to 16, whether there is one, and the power of two from there on.
     """
-    assert TUNED.issuperset(tuning), (
-        f"{', '.join(set(tuning) - TUNED)}: no define to tune; {', '.join(sorted(TUNED))} are"
-    )
-    named = [entry for key, entry in OWN.items() if key in tuning]
+    takers = [entry for entry, keys in TUNED.items() if keys.issuperset(tuning)]
+    assert takers, f"no kernel of {FILE} takes {', '.join(sorted(tuning))} together"
     found: list[Launch] = []
     for entry, make in (("narrow", narrow), ("wide", wide), ("warpgroup", warpgroup)):
-        if entry in named if named else entry != "warpgroup" or tokens > 8:
+        if entry in takers and (entry != "warpgroup" or tokens > 8 or "GROUPS" in tuning):
             steps = -(-k // COLUMNS)
             clusters = [c for c in CLUSTERS[entry] if c == 1 or 2 * c <= steps]
             ways = [{"CLUSTER": c, **way, **tuning} for way in WAYS[entry] for c in clusters]

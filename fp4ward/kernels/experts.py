@@ -71,11 +71,6 @@ class Router:
         return route(logits_TE, **vars(self))
 
 
-def route_softmax(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts in f32, the top k, renormalised to sum 1 (Qwen3.5). -> weights [T, k], ids [T, k]."""
-    return route(logits_TE, top_k)
-
-
 def reference(x_TH: Tensor, gate: Weight, up: Weight, down: Weight, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
     """sum over a token's experts e of weight_e * down_e(silu(gate_e x) * (up_e x)); [T, H] in x's type.
 

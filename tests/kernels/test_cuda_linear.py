@@ -205,14 +205,16 @@ def test_no_rank_of_a_cluster_is_without_columns_and_no_define_is_unknown():
     assert cuda_linear.narrow("nvfp4", 1, 900, 1152, H200, {**way, "CLUSTER": 3}) is not None
     for k, cluster in ((1152, 4), (128, 2)):  # of 9 records each rank would have 3, 3, 3 and none
         assert cuda_linear.narrow("nvfp4", 1, 900, k, H200, {**way, "CLUSTER": cluster}) is None
-    with pytest.raises(AssertionError, match="WRAPS: no define to tune"):
+    with pytest.raises(AssertionError, match="takes WRAPS together"):
         choose("nvfp4", 1, 64, 64, H200, {"WRAPS": 8})
 
 
-@pytest.mark.parametrize("key", ["DEPTH", "WN", "GROUPS"])
-def test_a_define_names_its_kernel(key):
+@pytest.mark.parametrize(("key", "entry"), [("DEPTH", "narrow"), ("WN", "wide"), ("GROUPS", "warpgroup")])
+def test_a_define_names_its_kernel(key, entry):
     made = choose("nvfp4", 16, 2048, 2048, H200, {key: 2})
-    assert made.entry == cuda_linear.OWN[key] and made.defines[key] == 2
+    assert made.entry == entry and made.defines[key] == 2
+    with pytest.raises(AssertionError, match="together"):  # nothing is taken and left aside
+        choose("nvfp4", 16, 2048, 2048, H200, {key: 2, "RING" if key == "DEPTH" else "DEPTH": 2})
 
 
 def test_nearly_every_choice_is_among_the_sources_that_are_compiled_ahead():

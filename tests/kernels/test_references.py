@@ -121,7 +121,7 @@ def test_an_expert_whose_scales_are_all_zero_gives_zero():  # F22
 
 
 def test_routing_renormalises_the_top_k():
-    weights, ids = experts.route_softmax(torch.tensor([[1.0, 3.0, 2.0, -1.0]]), 2)
+    weights, ids = experts.route(torch.tensor([[1.0, 3.0, 2.0, -1.0]]), 2)
     assert ids.tolist() == [[1, 2]]
     assert torch.allclose(weights, torch.tensor([[3.0, 2.0]]).softmax(-1))
 

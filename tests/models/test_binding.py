@@ -384,7 +384,7 @@ def test_an_operation_takes_no_more_scratch_than_planned(
     layer = LayerDesc("x", op, "nvfp4", (NVFP4,), shape, (shape,), top_k=1)
     config = EngineConfig(model="x", dtype=dtype, max_num_batched_tokens=tokens, max_num_seqs=1, max_model_len=64)
     *e, n, k = shape
-    x, route = torch.zeros(tokens, k, dtype=getattr(torch, dtype)), experts.route_softmax(torch.zeros(tokens, 2), 1)
+    x, route = torch.zeros(tokens, k, dtype=getattr(torch, dtype)), experts.route(torch.zeros(tokens, 2), 1)
     if op == "linear":
         w = weight(n, k)
         took = peak(lambda: linear.reference(x, w))
