@@ -1,7 +1,7 @@
 """How far are the MoE kernels for few tokens from the physical limit, and how far ahead of their peers?
 
     python bench/experts.py [--kernels cuda,triton,bf16,block,parts] [--shapes REGEX] [--tokens 1,4,16|all]
-                            [--routing uniform,zipf,one] [--variants "chosen,8 warps"|all] [--seconds 60] [--out FILE]
+                            [--routing uniform,zipf,one] [--variants "chosen,deep"|all] [--seconds 60] [--out FILE]
                             [--plot FILE] [--commit ID]
 
 What is timed is everything after routing: gate_up, activation, down, weighted sum; routing's own launch, which also

@@ -1,4 +1,4 @@
-"""Routing and experts for few tokens with NVFP4 weights, exact, in three launches: experts.cu, and its choice.
+"""Routing and experts for few tokens with NVFP4 weights, exact, in 3 or 4 launches: experts.cu, and its choice.
 
 `routed` is routing and experts, `block` all from the norm to the residual, `experts` what others chose.
 
@@ -8,7 +8,8 @@ Layout. cuda_linear's records, of all experts one after the other: up [E, 2 I / 
 8 rows are gate's and the others the same 8 of up (ungated: [E, I / 16, ...], up's rows as they are), and down
 [E, H / 16, I / 128, 1152]. Shared experts are the last; one that is s times as wide is s experts.
 
-Bytes. 0.5625 * 3 I H (ungated 2 I H) once for each expert that is met, then about 4 P I for h, from L2.
+Bytes. 0.5625 * 3 I H (ungated 2 I H) once for each expert that is met; then through L2 4 P I for h and, but for a
+single token, 8 P H for what `combine` adds up.
 
 Loses from about 40 pairs an expert on: each further block of S pairs decodes the expert's weights again.
 """
@@ -37,8 +38,8 @@ FILE = "experts.cu"
 MAX_PAIRS = 4096  # of one round of launches; more go in several
 CHUNK = 1 << 28  # weights of a matrix that prepare lays out at once: 600 MiB of scratch for gate and up
 ROUTE_WARPS, RUNS = 16, 16
-TUNED = {"gate_up": {"NT", "WARPS", "CTAS", "PARTS", "RECORDS", "R", "PDL"}}
-TUNED["down"] = TUNED["gate_up"] - {"NT"} | {"CLUSTER", "SPILL"}
+TUNED = {"gate_up": {"PAIRS", "WARPS", "CTAS", "R", "DEPTH", "BUFFERS", "WINDOW", "PDL"}}
+TUNED["down"] = TUNED["gate_up"] - {"PAIRS"} | {"OWN"}
 LOGITS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -146,96 +147,94 @@ def _stacked(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """size: pairs of a block, at most `bound` blocks. spill: bytes of scratch."""
+    """size: pairs of a block, at most `bound` blocks."""
 
     size: int
     bound: int
     up: Launch
     down: Launch
-    spill: int
 
 
-def _cut(steps: int, nt: int, tuning: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Ways to share K: (warps, records of each), none of them without work. Registers hold 64 values of x."""
-    warps = tuning.get("WARPS", 16)
-    ways = {(-(-steps // span), span) for span in range(1, 4 // nt + 1)}
-    return [(p, s) for p, s in sorted(ways) if p <= warps and tuning.get("PARTS", p) == p]
+def _ways(entry: str, tokens: int, records: float, nt: int) -> list[tuple[int, int, int, int]]:
+    """Warps of a CTA, CTAs on a multiprocessor, tiles at once, records in flight a warp: the best first, then what
+    needs less memory. records: that a multiprocessor goes through. Ranked on an H200 (docs/LOG.md)."""
+    if entry == "gate_up":
+        best = (16, 1, 1, 2) if records < 128 else (16, 1, 2, 2)
+    elif tokens == 1:
+        best = (8, 2, 1, 2) if records < 100 else (16, 1, 2, 1)
+    else:
+        best = (8, 2, 2, 1) if records < 600 and nt == 1 else (16, 1, 2, 2)
+    return [best, (16, 1, 2, 1), (16, 1, 1, 2), (8, 1, 1, 2), (8, 1, 1, 1)]
 
 
-def _ways(entry: str, tiles: int, nt: int, gpu: Gpu, tuning: Mapping[str, int]) -> list[tuple[int, int, int, int]]:
-    """Warps of a CTA, CTAs on a multiprocessor, tiles that a warp computes at once, CTAs that share down's blocks."""
-    warps, ctas = tuning.get("WARPS"), tuning.get("CTAS")
-    places = [(warps or 16, ctas or 1)] if warps or ctas else [(16, 1), (8, 2)]
-    shares = [(1, 1)]
-    if entry == "gate_up" or nt == 1:  # else registers do not hold it
-        shares += [(2, 1)] + [(2, 2)] * (entry == "down" and gpu.clusters)
-    return [
-        (*place, r, c)
-        for place in places
-        for r, c in shares
-        if tuning.get("R", r) == r and tuning.get("CLUSTER", c) == c and tiles % r == 0
-    ]
+def _inverse(by: int) -> int:
+    """What experts.cu's `divided` takes for a divisor, as an int32."""
+    found = 0 if by == 1 else -(-(1 << 32) // by)
+    return found - (found >> 31 << 32)
+
+
+def _launch(
+    entry: str, tokens: int, top_k: int, n: int, k: int, size: int, bound: int, gpu: Gpu, way: Mapping[str, int]
+) -> Launch | None:  # fmt: skip
+    """gate_up or down of experts' weights [n, k]. None where x does not fit or n has no whole units."""
+    warps, ctas, r, depth, own = way["WARPS"], way["CTAS"], way["R"], way["DEPTH"], way["OWN"]
+    if n % (ROWS * r):
+        return None
+    units, steps, pairs, nt = n // (ROWS * r), -(-k // COLUMNS), tokens * top_k, -(-size // 8)
+    shift = (min(size, tokens) - 1).bit_length()
+    grid, room = gpu.sms * ctas, gpu.room // ctas - 1024 * (ctas > 1)
+    met = min(bound, -(-bound * units // grid // units) + 1)  # blocks of a CTA at most
+    listed = bound if own or bound * (1 + size) <= 1024 else met
+    fixed = warps * r * (depth * RECORD["nvfp4"] + 2 * nt * 512) + 256 + -(-2 * listed * (1 + size) // 32) * 32
+    if own:  # x of all pairs, for which `window` makes room, and its units' rows
+        met = -(-pairs >> shift)
+        fixed += -(-pairs // 4) * 16 + (units // grid + 1) * r * pairs * 64
+    fit = (room - fixed) // (x := steps * 256 << shift)
+    buffers = way.get("BUFFERS", 1 if fit >= met or fit < 2 else 2)
+    window = way.get("WINDOW", min(met, fit // buffers))
+    if window < 1 or window * buffers > fit or (own and window < met):
+        return None
+    shared = fixed + buffers * window * x
+    if warps < 16:  # else registers see to it that a multiprocessor holds only its share, as cuda_linear._alone has it
+        shared = max(shared, gpu.room // (ctas + 1) + 1)
+    most = max(bound * units * max(units, grid), window * units * steps * steps, pairs * top_k)
+    assert most < 1 << 32, f"{pairs} pairs of [{n}, {k}] are beyond what is divided exactly"
+    inverses = (_inverse(by) for by in (grid, units, steps, top_k if entry == "gate_up" else 1))
+    defines = {"PAIRS": size, "NT": nt, "R": r, "DEPTH": depth, "BUFFERS": buffers, "WARPS": warps, "CTAS": ctas}
+    return Launch(defines, entry, (grid, 1, 1), warps * 32, shared, extra=(listed, n, k, shift, window, *inverses))
 
 
 def choose(
     tokens: int, top_k: int, shape: tuple[int, int, int], shared: int, gated: bool, gpu: Gpu,
     up: Mapping[str, int], down: Mapping[str, int],
 ) -> Plan:  # fmt: skip
-    """top_k: with the shared experts. up, down: of TUNED, override the choice (RECORDS: in flight a warp)."""
+    """top_k: with the shared experts. up, down: of TUNED, override the choice."""
     for entry, tuning in (("gate_up", up), ("down", down)):
         assert TUNED[entry].issuperset(tuning), f"{entry} takes {', '.join(sorted(TUNED[entry]))}, not {dict(tuning)}"
     count, width, hidden = shape
-    pairs, k_steps, i_steps = tokens * top_k, -(-hidden // COLUMNS), -(-width // COLUMNS)
-    routed = max(1, count - shared)
-    nt = up.get("NT", 2 if tokens * (top_k - shared) > 10 * routed else 1)
-    nt = nt if _cut(k_steps, nt, up) and _cut(i_steps, nt, down) else 1
-    size = 8 * nt
-    bound = (pairs + (size - 1) * min(pairs, count)) // size
+    pairs, routed = tokens * top_k, max(1, count - shared)
     hit = routed * (1 - (1 - min(1.0, (top_k - shared) / routed)) ** tokens)
-    blocks = min(bound, math.ceil(max(hit, tokens * (top_k - shared) / size)) + shared * -(-tokens // size))
-    lists = -(-2 * bound * (1 + size) // 16) * 16
-    made = []
-    for entry, tuning, steps, tiles in (
-        ("gate_up", up, k_steps, (2 if gated else 1) * width // ROWS),
-        ("down", down, i_steps, hidden // ROWS),
-    ):
-        best: tuple[float, Launch, int] | None = None
-        for warps, ctas, r, cluster in _ways(entry, tiles, nt, gpu, tuning):
-            room, units = gpu.room // ctas - 1024 * (ctas > 1), tiles // r
-            for parts, span in _cut(steps, nt, {"WARPS": warps, **tuning}):
-                groups = warps // parts
-                if entry == "gate_up":
-                    grid = gpu.sms * ctas
-                    items, most = (-(-b * units // (grid * groups)) for b in (blocks, bound))
-                    fixed, spill = 2 * warps * r * nt * 512 + lists, 0
-                else:
-                    grid = min(units, gpu.sms * ctas // cluster)
-                    items, most = (-(-b // (groups * cluster)) * -(-units // grid) for b in (blocks, bound))
-                    rows = parts * pairs * 64 * r
-                    fixed = rows + -(-4 * pairs // 16) * 16 + lists
-                    spill = tuning.get("SPILL", int(fixed + 4 * groups * parts * r * RECORD["nvfp4"] > room))
-                    fixed -= rows * spill
-                ring = 1 << max(0, (tuning.get("RECORDS", 4) // span).bit_length() - 1)
-                slots = groups * parts * span * r * RECORD["nvfp4"]
-                while ring > 1 and fixed + min(ring, most) * slots > room:
-                    ring //= 2
-                shared = fixed + min(ring, most) * slots
-                # In records of a group: what it decodes, x brought for each, what its warps wait for each other, the
-                # first item's way here, clusters; one CTA on a multiprocessor or two. Ranks as an H200 did.
-                cost = items * (span * (r + (0.4 if entry == "down" else 0)) + 0.6 + 0.15 * parts + 0.2 * (ctas - 1))
-                cost += span * r + 3 * (cluster > 1) + 0.5 * (ctas == 1)
-                if shared > room or (best is not None and cost >= best[0]):
-                    continue
-                defines = {"NT": nt, "SPAN": span, "RING": ring, "WARPS": warps, "CTAS": ctas, "R": r}
-                if entry == "gate_up":
-                    defines |= {"GATED": int(gated), "GATE_UP": 1}
-                else:
-                    defines |= {"SPILL": spill, "CLUSTER": cluster, "DOWN": 1}
-                launch = Launch(defines, entry, (grid, cluster, 1), groups * parts * 32, shared, (parts,))
-                best = cost, launch, spill * grid * parts * pairs * 64 * r
-        assert best is not None, f"experts {shape}, {pairs} pairs: {entry} with {dict(tuning)} does not fit {gpu}"
-        made.append(best)
-    return Plan(size, bound, made[0][1], made[1][1], made[1][2])
+    preferred = 16 if tokens * (top_k - shared) > 5 * routed else 8
+    sizes = [up["PAIRS"]] if "PAIRS" in up else [size for size in (16, 8, 4, 2, 1) if size <= preferred]
+    for size in sizes:
+        bound = (pairs + (size - 1) * min(pairs, count)) // size
+        blocks = min(bound, max(hit, tokens * (top_k - shared) / size) + shared * -(-tokens // size))
+        made = []
+        for entry, tuning, n, k in (
+            ("gate_up", up, (2 if gated else 1) * width, hidden), ("down", down, hidden, width),
+        ):  # fmt: skip
+            records = blocks * (n // ROWS) * -(-k // COLUMNS) / gpu.sms
+            owns = (1, 0) if entry == "down" and tokens == 1 else (0,)
+            ways = [(own, *way) for own in owns for way in _ways(entry, tokens, records, -(-size // 8))]
+            for own, warps, ctas, r, depth in ways:
+                way = {"OWN": own, "WARPS": warps, "CTAS": ctas, "R": r, "DEPTH": depth, **tuning}
+                if (launch := _launch(entry, tokens, top_k, n, k, size, bound, gpu, way)) is not None:
+                    more = {"GATED": int(gated), "GATE_UP": 1} if entry == "gate_up" else {"OWN": way["OWN"], "DOWN": 1}
+                    made.append(launch._replace(defines=launch.defines | more))
+                    break
+        if len(made) == 2:
+            return Plan(size, bound, *made)
+    raise AssertionError(f"experts {shape}, {pairs} pairs: {dict(up)} and {dict(down)} do not fit {gpu}")
 
 
 def _source(entry: str, defines: Mapping[str, int], half: bool = False) -> Source:
@@ -251,6 +250,7 @@ def sources(sm: int) -> list[Source]:
     """What `choose` takes for experts up to 7168 wide and any number of tokens on GPUs of this SM."""
     gpu, found = gpu_of(sm, H200.sms), [_route_source("listing", 1)]
     found += [_route_source("route", e) for e in (128, 256, 512, 1024)]
+    found += [_source("combine", {"COMBINE": 1}, half) for half in (False, True)]
     sizes = [16 << i for i in range(9)] + [384, 1856, 2688, 7168]
     for tokens in (1, 4, 16, 64, 256):
         for e, k, gated in ((256, 8, True), (512, 10, True), (128, 6, False)):
@@ -349,8 +349,8 @@ def run(
     x_TH: Tensor, w: Prepared, routing: Routing, up: Mapping[str, int] | None = None,
     down: Mapping[str, int] | None = None, residual_TH: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [T, H] bf16 or f16 -> [T, H], residual added in f32, in two launches; up, down: as at `choose`, the same that
-    made the list."""
+    """x [T, H] bf16 or f16 -> [T, H], residual added in f32, in 2 or 3 launches; up, down: as at `choose`, the same
+    that made the list."""
     (tokens, hidden), k, width = x_TH.shape, routing.slots.shape[1], w.shape[1]
     assert x_TH.dtype in DTYPES and hidden == w.shape[2] and routing.slots.shape[0] == tokens
     y = torch.empty(tokens, hidden, dtype=x_TH.dtype, device=x_TH.device)
@@ -365,15 +365,21 @@ def run(
         x, pitch = x.clone(memory_format=torch.contiguous_format), hidden
     plan, first, second = _planned(w, tokens, k, x.dtype, x.device, up, down)
     h = torch.empty(tokens * k, width, dtype=x.dtype, device=x.device)
-    spill = torch.empty(plan.spill // 4, device=x.device) if plan.spill else None
     a, b = plan.up, plan.down
+    rows = None if b.defines["OWN"] else torch.empty(tokens * k, hidden, device=x.device)
     first(
-        a.grid, a.threads, a.shared, w.up, w.up_scale, x, routing.list, h,
-        plan.bound, w.up_scale.shape[1], hidden, pitch, *a.extra, k, pdl=(up or {}).get("PDL", 1) > 0,
+        a.grid, a.threads, a.shared, w.up, w.up_scale, x, routing.list, h, plan.bound, *a.extra[:3], pitch,
+        *a.extra[3:], pdl=(up or {}).get("PDL", 1) > 0,
     )  # fmt: skip
     second(
-        b.grid, b.threads, b.shared, w.down, w.down_scale, h, routing.list, routing.slots, routing.weights, spill,
-        residual, y, plan.bound, hidden, width, *b.extra, k, tokens, pdl=(down or {}).get("PDL", 1) > 0,
+        b.grid, b.threads, b.shared, w.down, w.down_scale, h, routing.list, routing.slots, routing.weights, residual,
+        rows, y, tokens, k, plan.bound, *b.extra[:3], width, *b.extra[3:], pdl=(down or {}).get("PDL", 1) > 0,
+    )  # fmt: skip
+    if rows is None:
+        return y
+    nvrtc.kernel(_source("combine", {"COMBINE": 1}, x.dtype == torch.float16), x.device)(
+        (-(-tokens * hidden // 512), 1, 1), 128, 0, rows, routing.slots, routing.weights, residual, y,
+        tokens, hidden, k, pdl=True,
     )  # fmt: skip
     return y
 
@@ -384,7 +390,7 @@ def routed(
 ) -> Tensor:  # fmt: skip
     """The experts that `router` chooses by logits (f32, bf16 or f16), and w's shared ones: x [T, H] -> [T, H].
 
-    Three launches for up to MAX_PAIRS choices, no host synchronisation; equal inputs give equal bits. Graph-capturable
+    3 or 4 launches for up to MAX_PAIRS choices, no host synchronisation; equal inputs give equal bits. Graph-capturable
     with any routing, but for the first call of a kernel.
     """
     step, done = MAX_PAIRS // (router.top_k + w.shared), []
@@ -428,7 +434,7 @@ def experts(
     """What kernels.experts' references compute, of `prepare`d weights: x [T, H] bf16 or f16; weights of a float type;
     ids int32 or int64 of experts here (others contribute nothing), no two of a token's the same.
 
-    In three launches for up to MAX_PAIRS choices. Equal inputs give equal bits. Graph-capturable, but for the first
+    In 3 or 4 launches for up to MAX_PAIRS choices. Equal inputs give equal bits. Graph-capturable, but for the first
     call of a kernel.
     """
     tokens, k = ids_Tk.shape

@@ -201,15 +201,20 @@ def _take_back(records: Tensor, w: Weight) -> None:
 
 
 class Launch(NamedTuple):
-    """defines and entry of a kernel, and all of its launch that does not depend on pointers. us: as estimated."""
+    """defines and entry of a kernel, and all of its launch that does not depend on pointers."""
 
     defines: dict[str, int]
     entry: str
     grid: tuple[int, int, int]
     threads: int
     shared: int
-    extra: tuple[int, ...] = ()  # of experts: parts of K
-    us: float = 0.0
+    amounts: tuple[float, ...] = ()  # of what COSTS prices
+    extra: tuple[int, ...] = ()  # of experts: more of the kernel's arguments
+
+    @property
+    def us(self) -> float:
+        """As estimated; good for ranking launches of equal shapes and tokens."""
+        return sum(cost * amount for cost, amount in zip(COSTS[self.entry], self.amounts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -223,8 +228,10 @@ class Gpu:
     warpgroups: bool = False
 
     def slots(self, cluster: int) -> int:
-        """CTAs in clusters of this size that find a multiprocessor each (an H200: 30 of 4, 15 of 8)."""
-        return max(cluster, self.sms // cluster * cluster if cluster < 4 else self.sms * 10 // 11)
+        """CTAs in clusters of this size that find a multiprocessor each (an H200: 30 of 4, 18 of 6, 15 of 8)."""
+        return max(
+            cluster, self.sms // cluster * cluster if cluster < 3 else self.sms * (9 if cluster % 4 else 10) // 11
+        )
 
 
 def gpu_of(sm: int, sms: int) -> Gpu:
@@ -246,9 +253,9 @@ WAYS: dict[str, tuple[dict[str, int], ...]] = {
         {"WARPS": w, "WN": n, "R": r}
         for w, n, r in ((8, 1, 1), (8, 1, 2), (8, 2, 1), (8, 2, 2), (8, 8, 1), (12, 3, 1), (12, 6, 2), (16, 1, 1))
     ),
-    "warpgroup": tuple({"GROUPS": g, "R": r} for g, r in ((2, 1), (2, 2), (3, 1))),
+    "warpgroup": tuple({"GROUPS": g, "R": r} for g, r in ((2, 1), (2, 2), (3, 1), (4, 1))),
 }
-CLUSTERS = {"narrow": (1, 2), "wide": (1, 2, 4), "warpgroup": (1, 2, 4, 8)}
+CLUSTERS = {"narrow": (1, 2), "wide": (1, 2, 4), "warpgroup": (1, 2, 4, 6, 8)}
 TUNED = {
     "narrow": {"DEPTH", "WARPS", "CTAS", "R", "CLUSTER", "PDL"},
     "wide": {"WN", "RING", "WARPS", "CTAS", "R", "CLUSTER", "PDL"},
@@ -256,24 +263,25 @@ TUNED = {
 }
 
 # Microseconds on an H200: to begin; in a cluster; for each record that a multiprocessor goes through, for 8 tokens of
-# it, and once more where a warp has no second tile to read x for; for a KiB of x; for each stage, and for 8 tokens of
-# it; for each partial sum; for each CTA beyond the first; for a kernel that leaves no room to another CTA. Fitted to
-# NVFP4 on 23 shapes (docs/LOG.md); they rank, no more.
+# it, once more where a warp has no second tile to read x for, and where a CTA has but 8 warps; for a KiB of x; for
+# each stage, and for 8 tokens of it; for each partial sum; for each CTA beyond the first; for a kernel that leaves no
+# room to another CTA. `python bench/launches.py --refit-from bench/results/launches_h200.jsonl` fits them to NVFP4;
+# they rank, no more.
 COSTS = {
-    "narrow": (2.1, 0.61, 0.0285, 0.0101, 0, 0.0181, 0, 0, 0.032, 0, 0.33),
-    "wide": (0.05, 0.81, 0.0305, 0.0078, 0.0035, 0.0009, 0.118, 0.0196, 0.0047, 1.19, 1.31),
-    "warpgroup": (1.28, 0, 0.0368, 0.0035, 0, 0, 0.0356, 0.0221, 0.0169, 1.03, 1.53),
+    "narrow": (2.19, 0.558, 0.0265, 0.0093, 0, 0.000775, 0.019, 0, 0, 0.029, 0, 0.298),
+    "wide": (0.635, 0.882, 0.0267, 0.00675, 0.000732, 0, 0.00655, 0.102, 0.0111, 0.00529, 0.322, 0.506),
+    "warpgroup": (0.977, 0, 0.0237, 0.00407, 0, 0, 0, 0.179, 0.000319, 0.0232, 0.287, 0.0816),
 }
 
 
-def _us(
-    entry: str, cluster: int, records: int, nt: int, r: int, x: int, stages: int, sums: int, ctas: int, solo: bool
-) -> float:  # fmt: skip
+def _amounts(
+    cluster: int, records: int, nt: int, r: int, warps: int, x: int, stages: int, sums: int, ctas: int, solo: bool
+) -> tuple[float, ...]:
     products = records * nt
-    amounts = (
-        1, cluster > 1, records, products, products * (r == 1), x / 1024, stages, stages * nt, sums, ctas - 1, solo
+    return (
+        1, cluster > 1, records, products, products * (r == 1), products * (warps == 8), x / 1024, stages, stages * nt,
+        sums, ctas - 1, solo,
     )  # fmt: skip
-    return sum(cost * amount for cost, amount in zip(COSTS[entry], amounts, strict=True))
 
 
 def _alone(gpu: Gpu, grid: int, cluster: int, shared: int) -> int:
@@ -299,10 +307,9 @@ def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, i
         return None
     defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CTAS": ctas, "CLUSTER": cluster}
     sums = (cluster > 1) * most * r * nt
-    us = _us("narrow", cluster, most * r * share, nt, r, x, 0, sums, 1, ctas == 1)
-    us += 0.0013 * nt * most * r * share * (warps == 8)  # fitted with COSTS: so few warps are slower at each record
+    amounts = _amounts(cluster, most * r * share, nt, r, warps, x, 0, sums, 1, ctas == 1)
     shared = _alone(gpu, grid, cluster, depth * stage + fixed)
-    return Launch(defines, "narrow", (grid, cluster, 1), warps * 32, shared, us=us)
+    return Launch(defines, "narrow", (grid, cluster, 1), warps * 32, shared, amounts)
 
 
 def wide(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int]) -> Launch | None:
@@ -312,17 +319,20 @@ def wide(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int
     share, grid = -(-k // (COLUMNS * cluster)), -(-n // (ROWS * r * wn))
     per = -(-grid * cluster // gpu.slots(cluster))
     stage, stages = nt * 8 * parts * 256 + warps * r * SLOT[kind], -(-share // parts)
-    two = per > 1 and 2 * stage <= gpu.room // 2 - 1024 and warps * r * nt <= 64  # more sums want more registers
+    held = r * nt * (1 + (kind == "fp8_block"))  # sums want registers, those of a block's scales twice
+    two = per > 1 and 2 * stage <= gpu.room // 2 - 1024 and warps * held <= 64
     ctas = way.get("CTAS", 1 + two)
     ring = min(way.get("RING", 6), (gpu.room // ctas - 1024 * (ctas > 1)) // stage)
-    if ring < 2 or (cluster > 1 and not gpu.clusters):
+    if ring < 2 or held > 16 or (cluster > 1 and not gpu.clusters):
         return None
     defines = {"NT": nt, "WN": wn, "R": r, "CLUSTER": cluster, "RING": ring, "WARPS": warps, "CTAS": ctas}
     sums = per * r * wn * nt * (parts + cluster * (cluster > 1))
     x = per * nt * 8 * share * 256
-    us = _us("wide", cluster, per * r * wn * share, nt, r, x, -(-per // ctas) * stages, sums, per, ctas == 1)
+    amounts = _amounts(
+        cluster, per * r * wn * share, nt, r, warps, x, -(-per // ctas) * stages, sums, per, ctas == 1
+    )  # fmt: skip
     shared = max(min(ring, stages) * stage, warps * r * nt * 512 + wn * r * 64)
-    return Launch(defines, "wide", (grid, cluster, 1), warps * 32, _alone(gpu, grid, cluster, shared), us=us)
+    return Launch(defines, "wide", (grid, cluster, 1), warps * 32, _alone(gpu, grid, cluster, shared), amounts)
 
 
 def warpgroup(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int]) -> Launch | None:
@@ -331,16 +341,18 @@ def warpgroup(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str
     nt, rows = next(t for t in (2, 4, 8) if tokens <= 8 * t), groups * 4 * r
     share, grid = -(-k // (COLUMNS * cluster)), -(-n // (ROWS * rows))
     per = -(-grid * cluster // gpu.slots(cluster))
-    ctas = way.get("CTAS", min(per, 2) if groups < 3 and (r < 2 or nt < 8) else 1)
-    x, stage = 2 * nt * 2048, rows * SLOT[kind]
-    ring = min(way.get("RING", 4), (gpu.room // ctas - 1024 * (ctas > 1) - x) // stage)
-    if not gpu.warpgroups or kind == "fp8_block" or ring < 2:
+    ctas = way.get("CTAS", 2 if groups < 3 and (r < 2 or nt < 8) else 1)
+    stage, room = -(-(nt * 2048 + rows * SLOT[kind]) // 1024) * 1024, gpu.room // ctas - 1024 * (ctas > 1)
+    ring = min(way.get("RING", 6), (room - groups * 128) // stage)
+    shared = min(ring, share) * stage
+    if cluster > 1:  # the last stage and all parts of the sums that a CTA adds up; a barrier for each warp
+        shared = max(shared, stage + cluster * groups * 4 * -(-r * nt // cluster) * 512) + groups * 128
+    if not gpu.warpgroups or kind == "fp8_block" or ring < 3 or shared > room:
         return None
     defines = {"NT": nt, "GROUPS": groups, "R": r, "CLUSTER": cluster, "RING": ring, "CTAS": ctas}
     sums = per * rows * nt * (cluster > 1)
-    us = _us("warpgroup", cluster, per * rows * share, nt, r, 0, -(-per // ctas) * share, sums, per, ctas == 1)
-    shared = _alone(gpu, grid, cluster, max(x + ring * stage, (cluster > 1) * rows * (nt * 512 + 256)))
-    return Launch(defines, "warpgroup", (grid, cluster, 1), groups * 128, shared, us=us)
+    amounts = _amounts(cluster, per * rows * share, nt, r, 0, 0, -(-per // ctas) * share, sums, per, ctas == 1)
+    return Launch(defines, "warpgroup", (grid, cluster, 1), groups * 128, _alone(gpu, grid, cluster, shared), amounts)
 
 
 def choose(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str, int]) -> Launch:

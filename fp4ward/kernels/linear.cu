@@ -4,7 +4,7 @@
 // computes at once), CLUSTER (CTAs that share rows and part k), and
 //   narrow: DEPTH (records in flight a warp and tile)
 //   wide:   WN x WK = WARPS (warps along rows and along k), RING (stages)
-//   warpgroup: GROUPS (of four warps; instead of WARPS), RING (records in flight a warp and tile)
+//   warpgroup: GROUPS (of four warps; instead of WARPS), RING (stages)
 
 #include "mma.cuh"
 
@@ -355,12 +355,20 @@ wide(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
 
 #elif defined(GROUPS)
 // More tokens on SM90 (M <= 8 NT): warpgroups multiply decoded registers with x in shared memory, and decode the next half
-// of a record meanwhile. Each warp computes R tiles of 16 rows; CLUSTER CTAs part K. x of 128 columns lies as the tensor
-// cores read it: for every 16 of the products' k, in its order, two columns of 8 tokens x 16 bytes.
+// of a record meanwhile. Each warp computes R tiles of 16 rows; CLUSTER CTAs part K. x of 64 columns lies as the tensor
+// cores read it with 128-byte swizzle: a token has 8 chunks of 16 bytes, the products' k in order, chunk i at place
+// i ^ (token & 7). A warp copies a token's 32 words at once: 128 bytes of memory, and each to a bank of its own.
 constexpr int WARPS_ALL = GROUPS * 4;
-constexpr int X_SLOT = NT * 8 * 256;
-constexpr int X_SLOTS = 2;  // of this stage and of the next
-constexpr int PIECES_X = (NT * 64 + WARPS_ALL * 32 - 1) / (WARPS_ALL * 32);  // of 16 columns, that a thread brings
+constexpr int X_HALF = NT * 1024;  // of 64 columns
+constexpr int STAGE = (2 * X_HALF + WARPS_ALL * R * SLOT + 1023) / 1024 * 1024;
+constexpr int AHEAD = RING - 2;  // stages on their way; the last products of one read x while the next one starts
+__device__ __forceinline__ void copy4(u32 to, const void *from, bool live) {  // zeros unless live
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(live ? 4 : 0) : "memory");
+}
+// Nothing is published, and what was read has been awaited: a release would flush every write to the GPU
+__device__ __forceinline__ void arrive_at_cluster() {
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 #if HALF
 #define TYPES ".f32.f16.f16 "
 #else
@@ -392,126 +400,139 @@ warpgroup(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *
   const int steps = (k + 127) >> 7, tiles = (n + 15) >> 4;
   const int share = (steps + CLUSTER - 1) / CLUSTER, first = rank * share, stages = max(min(steps - first, share), 0);
   const int tile0 = blockIdx.x * (WARPS_ALL * R) + warp;  // then every WARPS_ALL-th
-  const u32 x_at = shared_at(shared_memory), ring = x_at + X_SLOTS * X_SLOT + warp * (RING * R * SLOT);
+  const u32 base = shared_at(shared_memory);
+  auto slot_of = [&](int stage) { return base + (stages - 1 - stage) % RING * STAGE; };  // the last one's is the first
   let_next_kernel_start();
   float2 by[R];  // asked for in time
 #pragma unroll
   for (int r = 0; r < R; r++) by[r] = row_scales(scale, min(tile0 + r * WARPS_ALL, tiles - 1), n, lane);
+#if CLUSTER > 1
+  constexpr int OWN = (R * NT + CLUSTER - 1) / CLUSTER;  // of a tile's fragments, that the warp adds up at the end
+  constexpr u32 PART = WARPS_ALL * OWN * 512;            // of them, from one CTA
+  const u32 told = base + max(min(RING, share) * STAGE, int(STAGE + CLUSTER * PART)) + warp * 32;  // when they are there
+  if (lane == 0)
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(told) : "memory");
+  __syncwarp();
+  if (lane == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(told),
+                 "r"((R * NT - rank + CLUSTER - 1) / CLUSTER * CLUSTER * 512) : "memory");
+#endif
 
-  auto request = [&](int stage, int slot, int r) {
-    if (stage < stages && tile0 + r * WARPS_ALL < tiles)
-      fetch(ring + (slot * R + r) * SLOT,
-            w + lane * 16 + ((long long)(tile0 + r * WARPS_ALL) * steps + first + stage) * RECORD, lane);
-    commit();
+  const u32 own_w = 2 * X_HALF + warp * (R * SLOT), record = tile0 * steps + first;
+  auto request_w = [&](int stage, u32 slot) {
+#pragma unroll
+    for (int r = 0; r < R; r++)
+      if (tile0 + r * WARPS_ALL < tiles)
+        fetch(slot + own_w + r * SLOT, w + u32(record + r * WARPS_ALL * steps + stage) * RECORD + lane * 16, lane);
   };
+  constexpr int ROWS_X = (NT * 8 + WARPS_ALL - 1) / WARPS_ALL;  // of x, that a warp copies; the last for absent tokens
+  u32 row[ROWS_X];
 #pragma unroll
-  for (int i = 0; i < RING; i++)
+  for (int i = 0; i < ROWS_X; i++) row[i] = min(warp + i * WARPS_ALL, m - 1) * pitch * 2 + lane * 4;
+  const int column = first * 128 + lane * 2;
+  const u32 own_x = warp * 128 + ((lane ^ warp) & 7) * 16 + (lane >> 3) * 4;
+  auto request_x = [&](int stage, u32 slot) {
+    const u8 *from = (const u8 *)(x + (first + stage) * 128);
 #pragma unroll
-    for (int r = 0; r < R; r++) request(i, i, r);
-
-  uint4 held[PIECES_X][2];
-  auto load_x = [&](int stage) {
+    for (int i = 0; i < ROWS_X; i++) {
+      const u32 to = slot + (own_x ^ (i * WARPS_ALL & 4) * 16) + i * WARPS_ALL * 128;
 #pragma unroll
-    for (int i = 0; i < PIECES_X; i++) {
-      const int part = warp + i * WARPS_ALL, token = (part >> 1) * 8 + (lane >> 2);
-      const int column = (first + stage) * 128 + (part & 1) * 64 + (lane & 3) * 16;
-      const bool live = token < m && column < k;
-      const u16 *from = x + (long long)token * pitch + column;
-#pragma unroll
-      for (int q = 0; q < 2; q++) {
-        uint4 &v = held[i][q];
-        v = make_uint4(0, 0, 0, 0);
-        if (live)
-          asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from + q * 8));
-      }
+      for (int h = 0; h < 2; h++)
+        if (NT * 8 % WARPS_ALL == 0 || i + 1 < ROWS_X || warp + i * WARPS_ALL < NT * 8)
+          copy4(to + h * X_HALF, from + row[i] + h * 128, column + stage * 128 + h * 64 < k);
     }
   };
-  auto place_x = [&](int slot) {
+  constexpr int EARLY = AHEAD < 2 ? AHEAD : 2;  // stages of weights before the wait, as above
 #pragma unroll
-    for (int i = 0; i < PIECES_X; i++) {
-      const int part = warp + i * WARPS_ALL;
-      if (part >= NT * 2) break;
-      u32 *to = (u32 *)((u8 *)shared_memory + slot * X_SLOT + (part & 1) * (8 * NT * 128) + (part >> 1) * 128) + lane;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const uint4 &v = held[i][j >> 1];
-        to[(2 * j) * NT * 32] = j & 1 ? v.z : v.x;
-        to[(2 * j + 1) * NT * 32] = j & 1 ? v.w : v.y;
-      }
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  };
+  for (int s = 0; s < EARLY; s++)
+    if (s < stages) request_w(s, slot_of(s));
   after_previous_kernel();
-  if (stages > 0) load_x(0), place_x(0);
-  if (stages > 1) load_x(1);
+#pragma unroll
+  for (int s = 0; s < AHEAD; s++) {
+    if (s >= EARLY && s < stages) request_w(s, slot_of(s));
+    if (s < stages) request_x(s, slot_of(s));
+    commit();
+  }
 
   float c[R][NT][4] = {};
-  int slot = 0, x_slot = 0;
+  u32 slot = slot_of(0), next = slot_of(AHEAD);
+  auto advance = [&](u32 slot) { return slot == base ? base + (RING - 1) * STAGE : slot - STAGE; };
   for (int stage = 0; stage < stages; stage++) {
-    __syncthreads();
-    if (stage + 1 < stages) place_x(x_slot ^ 1);
-    if (stage + 2 < stages) load_x(stage + 2);
-    u32 a[R][2][4][4];
-    const unsigned long long b = (x_at + x_slot * X_SLOT) >> 4 & 0x3FFF | (unsigned long long)(NT * 128 >> 4) << 16 |
-                                 (unsigned long long)(128 >> 4) << 32;
+    await<AHEAD - 1>();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();  // everybody's x of this stage has arrived, and everybody has left the slot that is filled next
+    u32 a[2][4][4];
+    const unsigned long long b = slot >> 4 | (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      await<RING * R - 1>();
-      const Step v = read(ring + (slot * R + r) * SLOT, lane);
-      request(stage + RING, slot, r);
+      const Step v = read(slot + own_w + r * SLOT, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         unsigned long long at[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          decode(a[r][h][j], v, scales_of(v, h), h, j);
-          at[j] = b + (h * 4 + j) * (2 * NT * 128 >> 4);
+          decode(a[h][j], v, scales_of(v, h), h, j);
+          at[j] = b + (h * X_HALF + j * 32 >> 4);
 #pragma unroll
-          for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[r][h][j][i]));
+          for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[h][j][i]));
           asm volatile("" : "+l"(at[j]));
         }
-        // What products read is made before the fence, in registers of its own; else the compiler awaits each product
+        // What products read is made before the fence, in registers of its own, and only products that add to the sums of
+        // the next ones are pending where the loop ends; else the compiler awaits each product
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int j = 0; j < 4; j++) multiply_group(c[r], a[r][h][j], at[j]);
+        for (int j = 0; j < 4; j++) multiply_group(c[r], a[h][j], at[j]);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        if (r == 0 && h == 0) {
+          if (stage + AHEAD < stages) request_w(stage + AHEAD, next), request_x(stage + AHEAD, next);
+          commit();
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // for the half before: the next one's registers
+        if (CLUSTER > 1 && r == 0 && h == 0 && stage + 1 == stages) arrive_at_cluster();  // only this stage is in use
       }
     }
-    slot = slot + 1 == RING ? 0 : slot + 1;
-    x_slot ^= 1;
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (R > 1) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    slot = advance(slot), next = advance(next);
   }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   await<0>();
 
+  auto finish = [&](int i, const float4 &v) {
+    const int r = i / NT, tile = tile0 + r * WARPS_ALL;
+    if (tile < tiles) store(y, v, r ? by[R - 1] : by[0], bias, tile, i % NT, m, n, lane);
+  };
 #if CLUSTER > 1
-  __syncthreads();
-  float4(*sums)[R][NT][32] = (float4(*)[R][NT][32])shared_memory;  // [WARPS_ALL]
-  float2(*scales)[R][32] = (float2(*)[R][32])(sums + WARPS_ALL);
-#endif
+  // Fragment i is CTA i % CLUSTER's, whose same warp gets all parts of it, where its ring was behind the last stage
+  if (stages == 0) arrive_at_cluster();
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  const u32 place = base + STAGE + (warp * OWN * 32 + lane) * 16;
 #pragma unroll
-  for (int r = 0; r < R; r++) {
-#if CLUSTER > 1
-    scales[warp][r][lane] = by[r];
-#endif
+  for (int to = 0; to < CLUSTER; to++) {
+    u32 far, far_told;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(far) : "r"(place + rank * PART), "r"(to));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(far_told) : "r"(told), "r"(to));
 #pragma unroll
-    for (int t = 0; t < NT; t++) {
-#if CLUSTER > 1
-      sums[warp][r][t][lane] = fragment(c[r][t]);
-#else
-      const int tile = tile0 + r * WARPS_ALL;
-      if (tile < tiles) store(y, fragment(c[r][t]), by[r], bias, tile, t, m, n, lane);
-#endif
+    for (int i = to; i < R * NT; i += CLUSTER) {
+      const float(&v)[4] = c[i / NT][i % NT];
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+                       far + i / CLUSTER * 512), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(far_told) : "memory");
     }
   }
-#if CLUSTER > 1
-  meet_cluster();
-  for (int i = warp * CLUSTER + rank; i < WARPS_ALL * R * NT; i += WARPS_ALL * CLUSTER) {
-    const int of = i / (R * NT), r = i / NT % R, t = i % NT, tile = blockIdx.x * (WARPS_ALL * R) + r * WARPS_ALL + of;
-    const float4 v = cluster_sum(&sums[of][r][t][lane]);
-    if (tile < tiles) store(y, v, scales[of][r][lane], bias, tile, t, m, n, lane);
+  for (u32 done = 0; !done;)
+    asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+                 "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(told) : "memory");
+  const u8 *const parts = (u8 *)shared_memory + (place - base);
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    if (i * CLUSTER + rank >= R * NT) break;
+    float4 v = *(float4 *)(parts + i * 512);
+#pragma unroll
+    for (int from = 1; from < CLUSTER; from++) add(v, *(float4 *)(parts + from * PART + i * 512));
+    finish(i * CLUSTER + rank, v);
   }
-  meet_cluster();  // nobody leaves while its sums are being read
+#else
+#pragma unroll
+  for (int i = 0; i < R * NT; i++) finish(i, fragment(c[i / NT][i % NT]));
 #endif
 }
 

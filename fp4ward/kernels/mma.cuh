@@ -39,9 +39,6 @@ struct Step {
   float2 block;  // FP8: the block scales of rows g and g + 8
 };
 
-__device__ __forceinline__ void copy16(u32 to, const void *from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 __device__ __forceinline__ void copy16(u32 to, const void *from, bool live) {  // zeros unless live
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
 }
@@ -70,17 +67,30 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Weights are read once a step and shall not push out of L2 what is read again. Not beside wgmma, where ptxas 13.0 gives
+// such a copy registers that hold something else.
+template <int SIZE> __device__ __forceinline__ void copy_once(u32 to, const void *from) {
+#ifdef GROUPS
+  if (SIZE == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(SIZE) : "memory");
+#else
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  if (SIZE == 16)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(SIZE),
+                 "l"(policy) : "memory");
+#endif
+}
 // codes: a lane's first piece.
 __device__ __forceinline__ void fetch(u32 slot, const u8 *codes, int lane) {
 #pragma unroll
-  for (int i = 0; i < PIECES; i++) copy16(slot + i * 512 + lane * 16, codes + i * 512);
+  for (int i = 0; i < PIECES; i++) copy_once<16>(slot + i * 512 + lane * 16, codes + i * 512);
   const u8 *scales = codes + (PIECES * 512 - lane * 16 + (W4 ? lane * 4 : (lane >> 2) * 8));
-  if (W4)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(slot + PIECES * 512 + lane * 4), "l"(scales)
-                 : "memory");
-  if (BLOCKED)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(slot + PIECES * 512 + lane * 8), "l"(scales)
-                 : "memory");
+  if (W4) copy_once<4>(slot + PIECES * 512 + lane * 4, scales);
+  if (BLOCKED) copy_once<8>(slot + PIECES * 512 + lane * 8, scales);
 }
 __device__ __forceinline__ Step read(u32 slot, int lane) {
   Step s = {};
@@ -106,11 +116,13 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
 #endif
   return d;
 }
+// v << by as a product, which the compiler cannot see to be a shift: shifts and logic share one unit at half rate, and
+// it is what decoding waits for. gridDim.z is 1.
+__device__ __forceinline__ u32 shifted(u32 v, int by) { return v * (gridDim.z << by); }
 // Byte 2 h (+ 1: row g + 8) of `word`, e5m3, as two equal bf16 of 2^119 its value (f16: 2^7).
 __device__ __forceinline__ u32 widen(u32 word, int h, int row) {
-  constexpr int left = HALF ? 7 : 4;
-  const u32 v = __byte_perm(row ? word >> (8 - left) : word << left, 0, h ? 0x3232 : 0x1010);
-  return HALF ? v & 0x7F807F80u : (v & 0x0FF00FF0u) | 0x70007000u;
+  const u32 v = __byte_perm(word, 0, 0x4040 + (2 * h + row) * 0x101);
+  return HALF ? shifted(v, 7) : shifted(v, 4) + 0x70007000u;
 }
 __device__ __forceinline__ u32 word(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -125,8 +137,8 @@ __device__ __forceinline__ Scales scales_of(const Step &s, int h) {
 __device__ __forceinline__ void decode(u32 (&a)[4], const Step &s, const Scales &by, int h, int j) {
   if (W4) {
     const u32 v = word(s.code[h], j);
-    a[0] = times(place(v << 6), by.up);
-    a[1] = times(place(v << 2), by.down);
+    a[0] = times(place(shifted(v, 6)), by.up);
+    a[1] = times(place(shifted(v, 2)), by.down);
     a[2] = times(place(__funnelshift_r(v, v, 4)), by.up);
     a[3] = times(place(merge(0x00400040u, v >> 8, v)), by.down);
   } else {
@@ -186,7 +198,7 @@ __device__ __forceinline__ void store(u16 *y, const float4 &v, float2 scale, con
   }
 }
 
-extern __shared__ __align__(128) uint4 shared_memory[];
+extern __shared__ __align__(1024) uint4 shared_memory[];
 __device__ __forceinline__ u32 shared_at(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 #ifndef CLUSTER

@@ -3,8 +3,8 @@
 Runs kernels where no GPU is, slowly, and sees what a GPU may hide: a copy to shared memory arrives only when it is
 waited for (until then its place holds NaN), what a kernel reads or copies must lie within its tensors and be aligned,
 shared memory starts as NaN and ends where it was said to, and no thread goes on before its barrier. It does not see
-races that need two threads between the same barriers, nor what PDL allows to overlap; wgmma ends at once there, and
-fences between proxies do nothing. Needs g++.
+races that need two threads between the same barriers, nor what PDL allows to overlap; wgmma and stores to other blocks
+of a cluster end at once there, and fences between proxies do nothing. Needs g++.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ PTX: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
     ("wgmma", lambda o: "(void)0"),
     ("fence.proxy", lambda o: "(void)0"),
     ('asm volatile("" :', lambda o: "(void)0"),
+    ("createpolicy", lambda o: f"{o[0]} = 0"),
+    ("cp.async.cg.shared.global.L2", lambda o: f"copy({o[0]}, {o[1]}, 16, 16)"),
+    ("[%1], %2", lambda o: f"copy({o[0]}, {o[1]}, {o[2]}, {o[2]})"),
     ("cp.async.cg", lambda o: f"copy({o[0]}, {o[1]}, 16, {o[2] if len(o) > 2 else 16})"),
-    ("], 4;", lambda o: f"copy({o[0]}, {o[1]}, 4, 4)"),
-    ("], 8;", lambda o: f"copy({o[0]}, {o[1]}, 8, 8)"),
+    ("], 4, %2;", lambda o: f"copy({o[0]}, {o[1]}, 4, {o[2]})"),
     ("commit_group", lambda o: "emulated_commit()"),
     ("wait_group", lambda o: f"emulated_await({o[0]})"),
     ("ld.shared.v4.u32", lambda o: f"shared({o[4]}, &{o[0].split('.')[0]}, 16)"),
@@ -50,8 +52,14 @@ PTX: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
     ("cvt.rn.bf16.f32", lambda o: f"{o[0]} = narrowed({o[1]}, false)"),
     ("bar.sync", lambda o: f"meet(me->cta->bars[{o[0]}], {o[1]})"),
     ("mma.sync", lambda o: "emulated_mma(c, a, b0, b1)"),
-    ("barrier.cluster", lambda o: "emulated_cluster()"),
+    ("aligned;\\nbarrier", lambda o: "emulated_arrive(), emulated_wait()"),
+    ("barrier.cluster.arrive", lambda o: "emulated_arrive()"),
+    ("barrier.cluster.wait", lambda o: "emulated_wait()"),
     ("mapa", lambda o: f"{o[0]} = {o[1]} | {o[2]} << 24"),
+    ("st.async", lambda o: f"shared_to({o[0]}, {{{', '.join(o[1:5])}}}, {o[5]})"),
+    ("mbarrier.init", lambda o: f"me->cta->owed[{o[0]}] = 0"),
+    ("mbarrier.arrive.expect_tx", lambda o: f"me->cta->owed[{o[0]}] += {o[1]}"),
+    ("mbarrier.try_wait", lambda o: f"yield(), {o[0]} = me->cta->owed[{o[1]}] == 0"),
     ("ld.shared::cluster.v4", lambda o: f"shared_of({o[4]}, &{o[0].split('.')[0]})"),
 )
 
@@ -62,6 +70,7 @@ BEFORE = r"""
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <ucontext.h>
 #include <vector>
@@ -92,6 +101,7 @@ struct Fiber {
   Index index;
   Cta *cta;
   bool done = false;
+  int round = 0;  // of the cluster's barrier, at which it arrived
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
@@ -101,6 +111,7 @@ struct Cta {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   Bar bars[17];
+  std::map<unsigned, int> owed;  // bytes, by barrier
   Index index;
   Cluster *cluster;
 };
@@ -117,12 +128,22 @@ void meet(Bar &b, int threads) {
   else while (b.round == round) yield();
 }
 void __syncthreads() { meet(me->cta->bars[16], (int)me->cta->fibers.size()); }
-void emulated_cluster() {
+void emulated_arrive() {
+  Bar &b = me->cta->cluster->bar;
   const std::vector<Cta> &all = me->cta->cluster->ctas;
-  meet(me->cta->cluster->bar, (int)(all.size() * all[0].fibers.size()));
+  me->round = b.round;
+  if (++b.arrived == (int)(all.size() * all[0].fibers.size())) b.arrived = 0, b.round++;
 }
-void shared_of(unsigned at, void *to) {  // 16 bytes of another block of the cluster, which `mapa` named
-  memcpy(to, me->cta->cluster->ctas[at >> 24].memory.data() + (at & 0xFFFFFF), 16);
+void emulated_wait() { while (me->cta->cluster->bar.round == me->round) yield(); }
+char *far(unsigned at) {  // 16 bytes of another block of the cluster, which `mapa` named
+  std::vector<char> &memory = me->cta->cluster->ctas[at >> 24].memory;
+  if (at % 16 || (at & 0xFFFFFF) + 16 > memory.size()) fault("a cluster's memory: misaligned or beyond its end");
+  return memory.data() + (at & 0xFFFFFF);
+}
+void shared_of(unsigned at, void *to) { memcpy(to, far(at), 16); }
+void shared_to(unsigned at, float4 v, unsigned told) {
+  memcpy(far(at), &v, 16);
+  me->cta->cluster->ctas[told >> 24].owed.at(told & 0xFFFFFF) -= 16;
 }
 Warp &warp_of() { return me->cta->warps[me->index.x >> 5]; }
 uint64_t *told(uint64_t v) {  // what every lane says
@@ -166,6 +187,7 @@ int max(int a, int b) { return a > b ? a : b; }
 unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 int __popc(unsigned v) { return __builtin_popcount(v); }
 int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }
 float __expf(float v) { return expf(v); }
 float __fdividef(float a, float b) { return a / b; }
 float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
@@ -236,15 +258,16 @@ void emulated_mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b
     c[i] = (float)(c[i] + sum);
   }
 }
-// m64nNk16 with A in registers: a warp's 16 rows need nothing of the other warps'. b: 8 tokens x 16 bytes are together,
-// as its descriptor says.
+// m64nNk16 with A in registers: a warp's 16 rows need nothing of the other warps'. b: its descriptor.
 template <int N> void emulated_group(float (&c)[N][4], const unsigned (&a)[4], uint64_t b) {
-  const unsigned at = (b & 0x3FFF) << 4, k_step = (b >> 16 & 0x3FFF) << 4, n_step = (b >> 32 & 0x3FFF) << 4;
+  const unsigned at = (b & 0x3FFF) << 4, n_step = (b >> 32 & 0x3FFF) << 4;
+  if (b >> 62 != 1) fault("only 128-byte swizzle");
   const int lane = me->index.x & 31;
   for (int t = 0; t < N; t++) {
     unsigned b0, b1;
-    const unsigned from = at + t * n_step + (lane >> 2) * 16 + (lane & 3) * 4;
-    shared(from, &b0, 4), shared(from + k_step, &b1, 4);
+    const unsigned from = at + t * n_step + (lane >> 2) * 128 + (lane & 3) * 4;
+    auto swizzled = [](unsigned at) { return at ^ (at >> 3 & 112); };
+    shared(swizzled(from), &b0, 4), shared(swizzled(from + 16), &b1, 4);
     emulated_mma(c[t], a, b0, b1);
   }
 }
@@ -298,7 +321,7 @@ def translated(source: nvrtc.Source) -> str:
         return next(make for word, make in PTX if word in found[0])(operands) + ";"
 
     code = text(path).replace(
-        "extern __shared__ __align__(128) uint4 shared_memory[];", "#define shared_memory ((uint4 *)emulated_memory())"
+        "extern __shared__ __align__(1024) uint4 shared_memory[];", "#define shared_memory ((uint4 *)emulated_memory())"
     )
     code = re.sub(
         r'#if HALF\n(  asm\("mma[^\n]*\n)#else\n[^\n]*\n#endif\n', r"\1", code

@@ -15,14 +15,8 @@ import pytest
 from bench.kernel import Floor
 from fp4ward.kernels import nvrtc
 
-MEANINGS = (
-    "W4",
-    "HALF",
-    "BLOCKED",
-    "PDL",
-    "GATED",
-    "SPILL",
-)  # defines that change what is computed, and not how it is cut up
+# Defines that change what is computed, and not how it is cut up
+MEANINGS = ("W4", "HALF", "BLOCKED", "PDL", "GATED", "OWN")
 
 
 @pytest.fixture(scope="module", autouse=True)

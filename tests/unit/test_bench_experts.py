@@ -36,7 +36,7 @@ def test_without_a_gpu_it_says_so(repo: Path) -> None:
 
 
 def test_the_flags_choose() -> None:
-    assert list(bench.chosen("cuda,bf16", "chosen,8 warps")) == ["cuda", "bf16", "variant 8 warps"]
+    assert list(bench.chosen("cuda,bf16", "chosen,deep")) == ["cuda", "bf16", "variant deep"]
     assert len(bench.chosen("cuda", "all")) == len(cases.VARIANTS) and list(bench.chosen("triton", "all")) == ["triton"]
     assert [c.name for c in bench.select("Nano")] == ["128x6x1856x2688", "128x6x256x2688"]
     assert bench.names("--routing", "all", bench.ROUTINGS) == list(bench.ROUTINGS)
