@@ -235,7 +235,7 @@ def names(flag: str, text: str, known: Sequence[str]) -> list[str]:
 
 def select(regex: str) -> list[Moe]:
     wanted = pattern(f"--shapes {regex}", regex)
-    found = [case for case in MOE if wanted.search(f"{case.name} {case.module}")]
+    found = [case for case in MOE if wanted.search(case.name) or wanted.search(case.module)]
     if not found:
         raise UserError(f"--shapes {regex}: no shape of tests/cases.py matches")
     return found
@@ -349,7 +349,8 @@ def against(case: Moe, tokens: int, row: Row) -> Row:
 def warm(cases: Sequence[Moe], tokens: Sequence[int], kernels: Mapping[str, Kernel]) -> None:
     """Compile on all cores what would be compiled one by one; what fails fails again, and is noted, where it is run."""
     device = torch.device("cuda", torch.cuda.current_device())
-    jobs: list[Callable[[], object]] = [partial(nvrtc.kernel, cuda_linear._source("nvfp4", "pack"), device)]
+    always = cuda_linear._source("nvfp4", "pack"), cuda_experts._source("combine", {"COMBINE": 1})
+    jobs: list[Callable[[], object]] = [partial(nvrtc.kernel, source, device) for source in always]
     for case in cases:
         jobs.append(partial(nvrtc.kernel, cuda_experts._route_source("route", case.e), device))
         for m in tokens:

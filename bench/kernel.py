@@ -357,7 +357,7 @@ def numbers(text: str | None) -> tuple[int, ...]:
 
 def select(regex: str, odd: bool) -> list[Dense]:
     wanted = pattern(f"--shapes {regex}", regex)
-    found = [case for case in (*DENSE, *(ODD if odd else ())) if wanted.search(f"{case.name} {case.module}")]
+    found = [case for case in (*DENSE, *(ODD if odd else ())) if wanted.search(case.name) or wanted.search(case.module)]
     if not found:
         raise UserError(f"--shapes {regex}: no shape of tests/cases.py matches")
     return found

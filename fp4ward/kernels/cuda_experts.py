@@ -1,4 +1,4 @@
-"""Routing and experts for few tokens with NVFP4 weights, exact, in 3 or 4 launches: experts.cu, and its choice.
+"""Routing and experts for few tokens, NVFP4 weights, exact, in 3 or 4 launches: route.cu, experts.cu, their choice.
 
 `routed` is routing and experts, `block` all from the norm to the residual, `experts` what others chose.
 
@@ -157,7 +157,7 @@ class Plan(NamedTuple):
 
 def _ways(entry: str, tokens: int, records: float, nt: int) -> list[tuple[int, int, int, int]]:
     """Warps of a CTA, CTAs on a multiprocessor, tiles at once, records in flight a warp: the best first, then what
-    needs less memory. records: that a multiprocessor goes through. Ranked on an H200 (docs/LOG.md)."""
+    needs less memory. records: that a multiprocessor goes through. docs/LOG.md: Which way wins."""
     if entry == "gate_up":
         best = (16, 1, 1, 2) if records < 128 else (16, 1, 2, 2)
     elif tokens == 1:
@@ -197,8 +197,9 @@ def _launch(
     shared = fixed + buffers * window * x
     if warps < 16:  # else registers see to it that a multiprocessor holds only its share, as cuda_linear._alone has it
         shared = max(shared, gpu.room // (ctas + 1) + 1)
-    most = max(bound * units * max(units, grid), window * units * steps * steps, pairs * top_k)
-    assert most < 1 << 32, f"{pairs} pairs of [{n}, {k}] are beyond what is divided exactly"
+    records = (units // grid + 1) * bound if own else window * units  # units, of a window
+    if max(bound * units * max(units, grid), records * steps * steps, pairs * top_k) >= 1 << 32:
+        return None  # more than `divided` divides exactly
     inverses = (_inverse(by) for by in (grid, units, steps, top_k if entry == "gate_up" else 1))
     defines = {"PAIRS": size, "NT": nt, "R": r, "DEPTH": depth, "BUFFERS": buffers, "WARPS": warps, "CTAS": ctas}
     return Launch(defines, entry, (grid, 1, 1), warps * 32, shared, extra=(listed, n, k, shift, window, *inverses))
@@ -211,6 +212,8 @@ def choose(
     """top_k: with the shared experts. up, down: of TUNED, override the choice."""
     for entry, tuning in (("gate_up", up), ("down", down)):
         assert TUNED[entry].issuperset(tuning), f"{entry} takes {', '.join(sorted(TUNED[entry]))}, not {dict(tuning)}"
+        sane = tuning.get("PAIRS", 8) in (1, 2, 4, 8, 16) and tuning.get("WARPS", 16) <= 16
+        assert sane, f"{entry} with {dict(tuning)}: PAIRS is 1, 2, 4, 8 or 16, WARPS at most 16"
     count, width, hidden = shape
     pairs, routed = tokens * top_k, max(1, count - shared)
     hit = routed * (1 - (1 - min(1.0, (top_k - shared) / routed)) ** tokens)
@@ -243,22 +246,21 @@ def _source(entry: str, defines: Mapping[str, int], half: bool = False) -> Sourc
 
 def _route_source(entry: str, experts: int) -> Source:
     each = next(e for e in (4, 8, 16, 32) if experts <= 32 * e) if entry == "route" else 1
-    return _source(entry, {"ROUTE": 1, "EACH": each, "WARPS": ROUTE_WARPS})
+    return Source("route.cu", (("HALF", 0), ("PDL", 1), ("EACH", each), ("WARPS", ROUTE_WARPS)), entry)
 
 
 def sources(sm: int) -> list[Source]:
-    """What `choose` takes for experts up to 7168 wide and any number of tokens on GPUs of this SM."""
+    """What `choose` takes for most experts up to 7168 wide, up to 256 tokens and GPUs of this SM."""
     gpu, found = gpu_of(sm, H200.sms), [_route_source("listing", 1)]
     found += [_route_source("route", e) for e in (128, 256, 512, 1024)]
     found += [_source("combine", {"COMBINE": 1}, half) for half in (False, True)]
-    sizes = [16 << i for i in range(9)] + [384, 1856, 2688, 7168]
-    for tokens in (1, 4, 16, 64, 256):
+    widths, hiddens = [16 << i for i in range(9)] + [384, 1856], (2048, 2688, 4096, 7168)
+    for tokens in (1, 2, 4, 16, 64, 128, 192, 256):
         for e, k, gated in ((256, 8, True), (512, 10, True), (128, 6, False)):
-            for a in sizes:
-                made = (choose(tokens, k, (e, *s), 0, gated, gpu, {}, {}) for s in ((a, 2688), (1856, a)))
-                for plan in made:
-                    for launch in (plan.up, plan.down):
-                        found += [_source(launch.entry, launch.defines, half) for half in (False, True)]
+            for shape in ((e, width, hidden) for width in widths for hidden in hiddens):
+                plan = choose(tokens, k, shape, 0, gated, gpu, {}, {})
+                for launch in (plan.up, plan.down):
+                    found += [_source(launch.entry, launch.defines, half) for half in (False, True)]
     return list(dict.fromkeys(found))
 
 
@@ -390,8 +392,9 @@ def routed(
 ) -> Tensor:  # fmt: skip
     """The experts that `router` chooses by logits (f32, bf16 or f16), and w's shared ones: x [T, H] -> [T, H].
 
-    3 or 4 launches for up to MAX_PAIRS choices, no host synchronisation; equal inputs give equal bits. Graph-capturable
-    with any routing, but for the first call of a kernel.
+    3 or 4 launches for up to MAX_PAIRS choices, no host synchronisation; equal inputs give equal bits, but a token's
+    last bits may depend on the others' routing (experts.cu). Graph-capturable with any routing, but for the first call
+    of a kernel.
     """
     step, done = MAX_PAIRS // (router.top_k + w.shared), []
     for at in range(0, max(1, len(x_TH)), step):
@@ -434,8 +437,8 @@ def experts(
     """What kernels.experts' references compute, of `prepare`d weights: x [T, H] bf16 or f16; weights of a float type;
     ids int32 or int64 of experts here (others contribute nothing), no two of a token's the same.
 
-    In 3 or 4 launches for up to MAX_PAIRS choices. Equal inputs give equal bits. Graph-capturable, but for the first
-    call of a kernel.
+    In 3 or 4 launches for up to MAX_PAIRS choices. Equal inputs give equal bits, but a token's last bits may depend on
+    the others' routing (experts.cu). Graph-capturable, but for the first call of a kernel.
     """
     tokens, k = ids_Tk.shape
     assert weights_Tk.shape == ids_Tk.shape and tokens == x_TH.shape[0] and 1 <= k <= MAX_PAIRS

@@ -1,4 +1,4 @@
-"""y = x W^T for at most 64 tokens and NVFP4 or FP8 weights, exact: linear.cu's kernels, their layout and their choice.
+"""y = x W^T for at most 64 tokens and NVFP4 or FP8 weights, exact: the kernels of linear.cu and warpgroup.cu.
 
 Legend: T tokens, K in, N out. A record is 16 rows by 128 columns of a weight; a lane of a warp is 4 g + t.
 
@@ -33,7 +33,7 @@ from fp4ward.formats.weight import Weight, allocate
 from fp4ward.kernels import nvrtc
 from fp4ward.kernels.nvrtc import Source
 
-FILE = "linear.cu"
+FILES = {"narrow": "linear.cu", "wide": "linear.cu", "warpgroup": "warpgroup.cu", "pack": "pack.cu"}
 MAX_TOKENS = 64
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS, COLUMNS = 16, 128
@@ -362,7 +362,7 @@ def choose(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str
     Depends on tokens only through ceil(tokens / 8) up to 16, whether there is one, and the power of two from there on.
     """
     takers = [entry for entry, keys in TUNED.items() if keys.issuperset(tuning)]
-    assert takers, f"no kernel of {FILE} takes {', '.join(sorted(tuning))} together"
+    assert takers, f"no kernel takes {', '.join(sorted(tuning))} together"
     found: list[Launch] = []
     for entry, make in (("narrow", narrow), ("wide", wide), ("warpgroup", warpgroup)):
         if entry in takers and (entry != "warpgroup" or tokens > 8 or "GROUPS" in tuning):
@@ -375,8 +375,8 @@ def choose(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str
 
 
 def _source(kind: str, entry: str, half: bool = False, defines: Mapping[str, int] | None = None) -> Source:
-    own = {"PACK": 1} if entry == "pack" else {"PDL": 1, **(defines or {})}
-    return Source(FILE, tuple({**DEFINES[kind], "HALF": int(half), **own}.items()), entry)
+    own = {} if entry == "pack" else {"PDL": 1, **(defines or {})}
+    return Source(FILES[entry], tuple({**DEFINES[kind], "HALF": int(half), **own}.items()), entry)
 
 
 @functools.cache
@@ -400,7 +400,7 @@ def _launch(kind: str, dtype: torch.dtype, tokens: int, n: int, k: int, device: 
 def linear(x_TK: Tensor, w: Prepared, bias: Tensor | None = None, **tuning: int) -> Tensor:
     """x [T, K] bf16 or f16, at most 64 tokens; bias [N] of the same type -> [T, N].
 
-    tuning: defines of linear.cu that override the choice, for benchmarks. The order of a sum depends on T only through
+    tuning: defines of a kernel that override the choice, for benchmarks. The order of a sum depends on T only through
     its class (1; to 8, 16, 32, 64), not on the other tokens: a row in a batch equals the row in any other batch of its
     class, bit for bit. Graph-capturable, but for a kernel's first call.
     """

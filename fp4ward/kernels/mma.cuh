@@ -56,6 +56,11 @@ __device__ __forceinline__ u32 load4(u32 at) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
   return v;
 }
+__device__ __forceinline__ int load_l2(const void *at) {  // never from this multiprocessor's own, older copy
+  int v;
+  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
 __device__ __forceinline__ void after_previous_kernel() {
 #if PDL && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -67,7 +72,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Weights are read once a step and shall not push out of L2 what is read again. Not beside wgmma, where ptxas 13.0 gives
+// Weights are read once a step, or nearly, and shall not push out of L2 what is read again. Not beside wgmma, where ptxas 13.0 gives
 // such a copy registers that hold something else.
 template <int SIZE> __device__ __forceinline__ void copy_once(u32 to, const void *from) {
 #ifdef GROUPS

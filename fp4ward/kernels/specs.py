@@ -145,13 +145,13 @@ SPECS: tuple[KernelSpec, ...] = (
     ),
     KernelSpec(
         "cuda_w4a16_linear", "linear", ("nvfp4",), "cuda_linear", TESTED, function="linear", prepare="prepare",
-        min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.73,
-        cuts=(Cut(0.72, 4400, 360),), launches=(0.41, 0),
+        min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.79,
+        cuts=(Cut(0.88, 3700, 290),), launches=(0.41, 0),
     ),
     KernelSpec(
         "cuda_w8a16_linear", "linear", ("fp8_tensor", "fp8_channel", "fp8_block"), "cuda_linear", TESTED,
-        function="linear", prepare="prepare", min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.86,
-        cuts=(Cut(0.76, 5500, 530),), launches=(0.33, 0),
+        function="linear", prepare="prepare", min_sm=80, dtypes=(BF16, F16), k_div=16, tokens=(1, 64), memory=0.94,
+        cuts=(Cut(0.99, 4400, 940),), launches=(0.34, 0),
     ),
     KernelSpec(
         "cuda_w4a16_experts", "experts", ("nvfp4",), "cuda_experts", TESTED, function="experts", prepare="prepare",

@@ -54,6 +54,7 @@ CASES = (
     ("nvfp4", 40, 400, 2176, BF16, HOPPER, {"GROUPS": 3, "R": 1, "CLUSTER": 3, "RING": 3}),
     ("nvfp4", 9, 100, 1152, F16, HOPPER, {"GROUPS": 3, "R": 1, "CLUSTER": 8}),  # CTAs without a stage, or without sums
     ("nvfp4", 33, 600, 1664, BF16, HOPPER, {"GROUPS": 4, "R": 2, "CLUSTER": 2, "CTAS": 1}),
+    ("nvfp4", 20, 96, 880, BF16, HOPPER, {"GROUPS": 1, "R": 1, "CLUSTER": 6}),  # two blocks of six without columns
     # wide: x in shared memory, warps and clusters part K
     ("nvfp4", 17, 160, 288, BF16, SMALL, {}),
     ("nvfp4", 64, 140, 1040, F16, SMALL, {"CLUSTER": 2, "WN": 8}),

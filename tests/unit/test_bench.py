@@ -105,6 +105,7 @@ def test_the_flags_choose_kernels_shapes_tokens_and_variants() -> None:
     assert kernel.numbers("16,1") == (1, 16)
     assert {c.name for c in kernel.select("lm_head", odd=False)} == {"248320x2048", "248320x5120", "31040x4096"}
     assert [c.name for c in kernel.select("^160x", odd=True)] == ["160x288"]
+    assert [c.name for c in kernel.select("^(2048x512|4096x1024)$", odd=False)] == ["2048x512", "4096x1024"]
 
 
 def test_a_result_file_is_shown_again_or_refused_in_a_sentence(
