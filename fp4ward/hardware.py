@@ -1,12 +1,14 @@
 """What planning needs to know about a GPU, as rows. Standard library only.
 
 Sources: NVIDIA's datasheets and architecture whitepapers, dense rates (half of those "with sparsity") with f32
-accumulation; what was measured by us is marked and replaces the datasheet. Memory is what a program can see of it,
+accumulation, which GeForce cards and the L40 do at half their 16-bit rate; what was measured by us is marked and
+replaces the datasheet. Memory is what a program can see of it (of cards that can switch ECC as delivered: off on RTX),
 less than the name on the box and up to a GiB less than nvidia-smi shows: on an H200 139.7 GiB of "141 GB".
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
@@ -55,8 +57,21 @@ def _row(
 ROWS = (
     #    name               SM   GiB    GB/s  bf16  fp8   f32 TFLOP/s
     _row("A100", 80, 79.1, 2039, 312, 0, 19.5),  # SXM, 80 GB
+    _row("A100-40", 80, 39.4, 1555, 312, 0, 19.5),  # SXM and PCIe
+    _row("A30", 80, 23.5, 933, 165, 0, 10.3),
+    _row("A10", 86, 22.0, 600, 125, 0, 31.2),  # nvidia-smi: 23028 MiB
+    _row("A10G", 86, 22.0, 600, 70, 0, 35),  # as AWS prints it
+    _row("A40", 86, 44.4, 696, 149.7, 0, 37.4),  # nvidia-smi: 46068 MiB
+    _row("RTX-A5000", 86, 23.5, 768, 111.1, 0, 27.8),  # nvidia-smi: 24564 MiB
+    _row("RTX-A6000", 86, 47.4, 768, 154.8, 0, 38.7),  # nvidia-smi: 49140 MiB
+    _row("RTX-3090", 86, 23.5, 936, 71, 0, 35.6),  # GA102 whitepaper; nvidia-smi: 24576 MiB
+    _row("RTX-3090-Ti", 86, 23.5, 1008, 80, 0, 40),
+    _row("L4", 89, 22.0, 300, 121, 242, 30.3),  # nvidia-smi: 23034 MiB
+    _row("L40", 89, 44.4, 864, 181, 362, 90.5),
     _row("L40S", 89, 44.4, 864, 362, 733, 91.6),  # nvidia-smi: 46068 MiB
-    _row("RTX-4090", 89, 23.5, 1008, 165, 330, 82.6),  # Ada whitepaper; GeForce: half rate with f32 accumulation
+    _row("RTX-6000-Ada", 89, 47.4, 960, 364, 728, 91.1),  # nvidia-smi: 49140 MiB
+    _row("RTX-4080", 89, 15.5, 717, 97.5, 195, 48.7),  # Ada whitepaper, as the next; nvidia-smi: 16376 MiB
+    _row("RTX-4090", 89, 23.5, 1008, 165, 330, 82.6),
     _row("H20", 90, 95.0, 4000, 148, 296, 44),  # no public datasheet: as resellers and profilers of it print them
     _row("H20-141", 90, 139.7, 4800, 148, 296, 44),  # HBM3e, else as H20
     _row("H100", 90, 79.1, 3350, 989, 1979, 66.9),  # SXM
@@ -117,7 +132,8 @@ def parse(text: str) -> Hardware:
 def _named(name: str, memory: float = 0) -> Hardware:
     """The row whose words are all in `name`, of several the one with most ("H100 PCIe" is more than "H100"), of those
     the one closest to `memory` (bytes) or to the GB in the name, which without `memory` must be the row's."""
-    apart = re.sub(r"(?<=\d)g(b|ib)?\b", "", re.sub(r"rtx|pro(?=\d)", r"\g<0> ", name.lower()))
+    apart = re.sub(r"rtx|pro(?=\d)|\d(?=(ti|ada)\b)", r"\g<0> ", name.lower())
+    apart = re.sub(r"(?<![a-z\d])(\d+)g(b|ib)?\b", r"\1", apart)  # of "A10G 24GB" the last
     words = {"141" if word == "3e" else word for word in re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", apart)}  # H20-3e
     sizes = {int(w) for w in words if re.fullmatch(r"\d{2,3}", w, re.A)} - {480}  # "GH200 480GB": of its CPU
     goal, found = memory / GIB or max(sizes, default=0), []
@@ -126,9 +142,12 @@ def _named(name: str, memory: float = 0) -> Hardware:
         if parts <= words:
             found.append((len(parts), -abs(row.memory / GIB - goal) if goal else 0, row))
     if not found:
+        names, asked = {row.name.lower(): row.name for row in ROWS}, re.sub("nvidia|geforce", "", name.lower())
+        near = difflib.get_close_matches("-".join(re.findall("[a-z0-9]+", asked)), names, 4, 0.5)
+        close = f" (close are {', '.join(names[n] for n in near)})" * bool(near)
         raise UserError(
-            f"--gpu {shown(name)} is not known; known are {', '.join(row.name for row in ROWS)} (--tp says how "
-            f"many), or give numbers: sm=90,mem=141,bw=4800,bf16=989 (GiB, GB/s, TFLOP/s)"
+            f"--gpu {shown(name)} is not known{close}; known are {', '.join(names.values())} (--tp says how many), or "
+            f"give numbers: sm=90,mem=141,bw=4800,bf16=989 (GiB, GB/s, TFLOP/s)"
         )
     row = max(found, key=lambda each: each[:2])[2]
     if not memory and any(abs(row.memory / GIB / size - 1) > 0.1 for size in sizes):

@@ -23,10 +23,11 @@ DECODE_BLOCK = 3 * 4 << 23  # the reference decodes blocks of 2^23 weights to f3
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the rank with the least room (`rank`). weights: a rank. page, slot: of one page of K and V, and of one
-    sequence's recurrent state, over all layers. slots: of max_num_seqs. cache: what is there for pages. pages: how many
-    the engine takes. context: longest request that they hold, at most max_model_len. scratch: of one step. graphs,
-    checkpoints: of captured CUDA graphs, and of the recurrent states that a prefix cache keeps."""
+    """Bytes of the rank with the least room (`rank`). weights: a rank, `copied` of them second layouts that kernels
+    want. page, slot: of one page of K and V, and of one sequence's recurrent state, over all layers. slots: of
+    max_num_seqs. cache: what is there for pages. pages: how many the engine takes. context: longest request that they
+    hold, at most max_model_len. scratch: of one step. graphs, checkpoints: of captured CUDA graphs, and of the
+    recurrent states that a prefix cache keeps."""
 
     rank: int
     weights: tuple[int, ...]
@@ -42,6 +43,7 @@ class Memory:
     block: int
     graphs: int
     checkpoints: int
+    copied: int
 
     def requests(self, length: int) -> int:
         """How many sequences of `length` tokens there is room for, slots taken from the same bytes."""
@@ -81,11 +83,12 @@ def pages(spec: Sequence[StateSpec], config: EngineConfig, free: int | None, scr
     return min(most, max(budget, 0) // page) if page else most, budget  # no attention layer: pages cost nothing
 
 
-def measure(cut: Pieces, hw: Hardware, config: EngineConfig) -> Memory:
-    """Of the rank with the least room. config: resolved."""
+def measure(cut: Pieces, hw: Hardware, config: EngineConfig, copied: int) -> Memory:
+    """Of the rank with the least room. config: resolved. copied: bytes of second layouts of weights, a rank."""
     assert config.max_model_len is not None
     reserved, scratch, found = RESERVED[hw.cpu], _scratch(cut.layers, config), []
-    for rank, (own, spec) in enumerate(zip(cut.weights, cut.states, strict=True)):
+    weights = tuple(w + copied for w in cut.weights)
+    for rank, (own, spec) in enumerate(zip(weights, cut.states, strict=True)):
         page = page_bytes(spec, config.block_size, config.kv_cache_dtype)
         slot, free = slot_bytes(spec, config.dtype), hw.memory - reserved - own
         slots = config.max_num_seqs * slot
@@ -93,8 +96,8 @@ def measure(cut: Pieces, hw: Hardware, config: EngineConfig) -> Memory:
         count, cache = pages(spec, config, None if hw.cpu else free, scratch + graphs + checkpoints)
         free -= slots + count * page + graphs + checkpoints
         context = min(config.max_model_len, count * config.block_size)
-        sizes = (slot, slots, page, count, cache, free, context, config.block_size, graphs, checkpoints)
-        found.append(Memory(rank, cut.weights, reserved, scratch, *sizes))
+        sizes = (slot, slots, page, count, cache, free, context, config.block_size, graphs, checkpoints, copied)
+        found.append(Memory(rank, weights, reserved, scratch, *sizes))
     return min(found, key=lambda m: (m.context, m.free))
 
 
@@ -123,6 +126,7 @@ def failures(m: Memory, hw: Hardware, config: EngineConfig, asked_length: int | 
     own, room = m.weights[m.rank], hw.memory - m.reserved
     where = f"rank {m.rank} of {len(m.weights)}" if len(m.weights) > 1 else hw.name
     holds = f"{where} has room for {max(room, 0) / GIB:.1f} GiB, weights take {own / GIB:.1f}"
+    holds += f" ({m.copied / GIB:.1f} of them a second layout)" * bool(m.copied)
     if own > room:
         return (holds,)
     if m.pages < 1:

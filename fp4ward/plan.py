@@ -35,9 +35,10 @@ from fp4ward.kernels.specs import (
     unproven,
 )
 from fp4ward.parallel.placement import ONE_RANK, Layout
-from fp4ward.pieces import NUMBER, Pieces, Subject, pieces
+from fp4ward.pieces import NUMBER, Subject, pieces
 
 Wishes = Mapping[str, tuple[str, ...]]  # op -> names of the kernels that it may use
+Measured = Callable[[Layout, EngineConfig], memory.Memory]
 ASKED = "asked for by --kernel"
 CONTEXT = 1024  # tokens before each sequence in the decode regimes
 CACHE_LEFT = 0.25  # of the pages that fit beside the stored weights, so many stay beside kernels' own layouts of them
@@ -148,6 +149,12 @@ class Plan:
     notices: tuple[Notice, ...]
     failures: tuple[str, ...]
 
+    @property
+    def copied_for(self) -> list[str]:
+        """Kernels whose own layout of a weight is held beside another one."""
+        held = [p for p in self.layers if p.copies(tied=p.layer.path in self.subject.aliases) > 0]
+        return sorted({k.kernel.name for p in held for k in p.choice.picks if k.kernel.prepare})
+
     def step_us(self, regime: int, *, floor: bool = False) -> float:
         """One step on the rank with the most work: expected, or what no kernels on this machine can beat. Without
         collectives and norms."""
@@ -217,10 +224,7 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
     total = sum(4 * math.prod(s.shape) for s in subject.slots if s.kind != "tensor" and s.name not in subject.aliases)
     unpacked = hw.cpu and config.dtype == "float32" and total <= UNPACK_BYTES
 
-    def cut_for(other: Layout) -> Pieces:
-        return pieces(subject, other, unpacked=unpacked, replicated=options.replicate)
-
-    cut_ = cut_for(layout)
+    cut_ = pieces(subject, layout, unpacked=unpacked, replicated=options.replicate)
     regimes = _regimes(config, layout)
     wishes = parse_wishes(config.kernel)
     cache: dict[LayerDesc, Choice] = {}
@@ -239,18 +243,18 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
     _wishes_met(wishes, cut_.layers, specs)
     copies = {p.layer.path: p.copies(tied=p.layer.path in subject.aliases) for p in layers}
 
-    def held_by(cut: Pieces) -> Pieces:
-        more = sum(math.ceil(x.weight_bytes * copies[x.path]) for x in cut.layers)
-        return replace(cut, weights=tuple(w + more for w in cut.weights))
+    def measured(other: Layout, tried: EngineConfig) -> memory.Memory:
+        cut = cut_ if other is layout else pieces(subject, other, unpacked=unpacked, replicated=options.replicate)
+        return memory.measure(cut, hw, tried, sum(math.ceil(x.weight_bytes * copies[x.path]) for x in cut.layers))
 
-    need, stored = (memory.measure(cut, hw, config) for cut in (held_by(cut_), cut_))
+    need, stored = measured(layout, config), memory.measure(cut_, hw, config, 0)
     failures = memory.failures(need, hw, config, options.config.max_model_len)
     if (failures or need.pages < CACHE_LEFT * stored.pages) and (name := _dearest(layers, copies, wishes)):
         rows = [replace(s, status=NO_ROOM) if s.name == name else s for s in specs]
         return make(subject, hw, options, specs=rows)
     if failures:
-        failures = (*failures, _advice(need, hw, config, options, lambda other: held_by(cut_for(other))))
-    notices = (*subject.notices, *_remarks(layers, layout, specs))
+        failures = (*failures, _advice(need, hw, config, options, measured))
+    notices = (*_slow(hw, config, specs), *subject.notices, *_remarks(layers, layout, specs))
     return Plan(subject, hw, config, options, regimes, tuple(layers), need, unpacked, notices, failures)
 
 
@@ -345,6 +349,16 @@ def _wishes_met(wishes: Wishes, layers: Sequence[LayerDesc], specs: Sequence[Ker
             )
 
 
+def _slow(hw: Hardware, config: EngineConfig, specs: Sequence[KernelSpec]) -> Iterator[Notice]:
+    """What makes everything slow, and is not meant."""
+    if 0 < hw.sm < (oldest := min((s.min_sm for s in specs if s.min_sm), default=0)):
+        text = f"fp4ward's kernels need SM {oldest}: here PyTorch and the reference operations do everything, slowly"
+        yield Notice("old-gpu", f"{hw.name}, SM {hw.sm}", text)
+    if hw.cpu and ITEM[config.dtype] == 2:
+        text = "on most CPUs much slower than --dtype float32, which is not emulated and keeps small models unpacked"
+        yield Notice("slow-dtype", f"--dtype {config.dtype}", text)
+
+
 def _remarks(layers: Sequence[Planned], layout: Layout, specs: Sequence[KernelSpec]) -> Iterator[Notice]:
     yield from (Notice("no-room", s.name, str(unproven(s))) for s in specs if s.status == NO_ROOM)
     lacking = [p.layer.path for p in layers if not p.choice.picks[0].kernel.module]
@@ -365,23 +379,20 @@ def _remarks(layers: Sequence[Planned], layout: Layout, specs: Sequence[KernelSp
         yield Notice("one-rank", f"--tp {layout.tp}", "on paper only: the engine runs one rank so far")
 
 
-def _advice(
-    need: memory.Memory, hw: Hardware, config: EngineConfig, options: Options, cut_for: Callable[[Layout], Pieces]
-) -> str:
+def _advice(need: memory.Memory, hw: Hardware, config: EngineConfig, options: Options, measured: Measured) -> str:
     """What to change so that it fits: a smaller cache, more GPUs, or what else there is."""
 
-    def fits(cut_: Pieces, tried: EngineConfig) -> bool:
-        return not memory.failures(memory.measure(cut_, hw, tried), hw, tried, options.config.max_model_len)
+    def fits(layout: Layout, tried: EngineConfig) -> bool:
+        return not memory.failures(measured(layout, tried), hw, tried, options.config.max_model_len)
 
-    here = cut_for(options.layout)
-    wanted = memory.wanted(config) * need.page
+    here, wanted = options.layout, memory.wanted(config) * need.page
     smaller = min(need.free + need.pages * need.page - need.scratch, wanted + 2**20)
     smaller -= smaller % 2**20  # whole MiB
     if need.page > 0 and smaller >= min(wanted, 1 << 25) and fits(here, replace(config, kv_cache_memory_bytes=smaller)):
         return f"--kv-cache-memory-bytes {smaller >> 20}MiB fits"
-    for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > options.layout.tp and not hw.cpu):
+    for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > here.tp and not hw.cpu):
         with contextlib.suppress(UserError):
-            if fits(cut_for(replace(options.layout, tp=tp)), config):
+            if fits(replace(here, tp=tp), config):
                 return f"--tp {tp} fits"
     if need.weights[need.rank] > hw.memory - need.reserved:
         return "it takes a machine with more memory"

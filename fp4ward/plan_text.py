@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -45,8 +46,10 @@ def render(plan: Plan) -> str:
 def _memory(plan: Plan) -> list[str]:
     m, config = plan.memory, plan.config
     where = f"memory of rank {m.rank}, which has the least room" if len(m.weights) > 1 else "memory"
+    second = f"second layout of weights, for {', '.join(plan.copied_for)}; prompts read the stored one"
     rows = [
-        ("weights", m.weights[m.rank]),
+        ("weights", m.weights[m.rank] - m.copied),
+        *([(second, m.copied)] if m.copied else []),
         (f"recurrent state ({config.max_num_seqs} sequences)", m.slots),
         (f"KV cache ({m.pages} pages of {m.block} tokens)", m.pages * m.page),
         (f"checkpoints of recurrent state (no prefix cache yet; one takes {m.slot / 2**20:.1f} MiB)", m.checkpoints),
@@ -72,10 +75,11 @@ def _speed(plan: Plan) -> list[str]:
     for i, regime in enumerate(plan.regimes):
         floor, expected = (plan.step_us(i, floor=f) for f in (True, False))
         name = f"prefill of {regime.tokens}" if regime.prompt else f"decode {regime.tokens}"
+        rates = [regime.tokens / us * 1e6 for us in (floor, expected)]
+        most, runs = (f"{r:,.0f}" if r >= 9.95 else f"{r:.2g}" for r in rates)
         lines.append(
-            f"  {name:<16} floor {floor:12,.1f} us, at most {regime.tokens / floor * 1e6:13,.0f} tok/s; "
-            f"these kernels {'at least' if lacking else 'about'} {expected:14,.1f} us, "
-            f"{regime.tokens / expected * 1e6:11,.0f} tok/s"
+            f"  {name:<16} floor {floor:12,.1f} us, at most {most:>13} tok/s; "
+            f"these kernels {'at least' if lacking else 'about'} {expected:14,.1f} us, {runs:>11} tok/s"
         )
     return lines
 
@@ -126,15 +130,21 @@ def folded(layers: Iterable[Planned]) -> list[tuple[str, list[Planned]]]:
 
 
 def why(plan: Plan, path: str) -> str:
-    """The whole trail of one layer. UserError naming what is like `path` when there is no such layer."""
-    found = next((p for p in plan.layers if p.layer.path == path), None)
-    if found is None:
-        every = [p.layer.path for p in plan.layers]
+    """The whole trail of one layer, or of the first of each kind that `path` means: a name as the table has it, or
+    a pattern. UserError naming what is like `path` when there is no such layer."""
+    rows = folded(plan.layers)
+    kinds = [[p for p in of if path == name or fnmatch.fnmatchcase(p.layer.path, path)] for name, of in rows]
+    if not any(kinds):
+        every = [name for name, _ in rows]
         alike = [name for name in every if name.endswith(path.rpartition(".")[2])] or every
         raise UserError(f"--why {shown(path)}: the plan has no such layer; there is {', '.join(alike[:6])}")
+    return "\n\n".join(_trail(plan, of[0], len(of)) for of in kinds if of)
+
+
+def _trail(plan: Plan, found: Planned, count: int) -> str:
     x, choice = found.layer, found.choice
     lines = [
-        f"{x.path}: {x.op}, logical shape {list(x.shape)}",
+        f"{x.path}{f' and {count - 1} more like it' * (count > 1)}: {x.op}, logical shape {list(x.shape)}",
         f"stored as {x.stored}, runs as {found.runs}; {x.weight_bytes / 2**20:.2f} MiB on the rank with the most",
         f"place: {x.place}; local shapes {', '.join(str(list(s)) for s in x.local)}",
         f"its input is {'handed over in high precision' if found.takes == 'high' else f'quantized to {found.takes}'}",
@@ -172,10 +182,11 @@ def record(plan: Plan) -> dict[str, Any]:
         for i, r in enumerate(plan.regimes)
     ]
     return {
-        "model": plan.subject.name, "tensors_seen": plan.subject.seen, "hardware": asdict(plan.hardware),
+        "model": plan.subject.name, "tensors_seen": plan.subject.seen,
+        "hardware": asdict(plan.hardware) | {"summary": plan.hardware.summary},
         "layout": asdict(plan.options.layout), "replicate": plan.options.replicate, "engine": asdict(plan.config),
-        "memory": asdict(plan.memory), "steps": steps, "layers": layers, "notices": [asdict(n) for n in plan.notices],
-        "failures": plan.failures,
+        "memory": asdict(plan.memory) | {"copied_for": plan.copied_for}, "steps": steps, "layers": layers,
+        "notices": [asdict(n) for n in plan.notices], "failures": plan.failures,
     }  # fmt: skip
 
 

@@ -29,6 +29,12 @@ def test_every_row_makes_sense() -> None:
         ("H200", "H200"), ("h200", "H200"), ("NVIDIA H200", "H200"), ("H20", "H20"), ("h20-141", "H20-141"),
         ("NVIDIA H20 141GB", "H20-141"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100-PCIe"),
         ("h100_nvl", "H100-NVL"), ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA L40S", "L40S"), ("4090", "RTX-4090"),
+        ("A100", "A100"), ("NVIDIA A100-SXM4-40GB", "A100-40"), ("a100_40gb", "A100-40"), ("A100-PCIE-40GB", "A100-40"),
+        ("NVIDIA A10", "A10"), ("a10g 24GB", "A10G"), ("A30", "A30"), ("A40", "A40"), ("L4 24GB", "L4"),
+        ("RTX-3090", "RTX-3090"), ("rtx_3090", "RTX-3090"), ("rtx 3090", "RTX-3090"), ("RTX3090Ti", "RTX-3090-Ti"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX-3090-Ti"), ("NVIDIA RTX A6000", "RTX-A6000"), ("a6000", "RTX-A6000"),
+        ("A5000", "RTX-A5000"), ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"), ("rtx6000ada", "RTX-6000-Ada"),
+        ("rtx_6000-ADA", "RTX-6000-Ada"), ("NVIDIA GeForce RTX 4080", "RTX-4080"), ("l40", "L40"),
         ("rtx5090", "RTX-5090"), ("NVIDIA GeForce RTX 5090", "RTX-5090"), ("cpu", "cpu"), ("GB10", "GB10"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"), ("pro6000", "RTX-PRO-6000"),
         ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA B200", "B200"), ("b300", "B300"), ("NVIDIA H20-3e", "H20-141"),
@@ -59,8 +65,8 @@ def test_numbers_make_a_machine_and_change_one() -> None:
         ("sm=90,mem=0,bw=4800,bf16=1", "mem is missing"), ("H200,speed=3", "'speed=3'"),
         ("H200,mem=-1", "not one plain number"),
         ("H200,mem=nan", "not one plain number"), ("H200,mem=1,mem=2", "not one"), ("mem=1,H200", "no key=number"),
-        ("H200,bf16=0", "above 0"), ("cpu,bf16=3", "above 0"), ("RTX 6000 Ada", "known are"),
-        ("A100-SXM4-40GB", "A100 has 79 GiB; give"), ("H100 96GB", "H100 has 79 GiB"),
+        ("H200,bf16=0", "above 0"), ("cpu,bf16=3", "above 0"), ("Radeon RX 7900", "is not known; known are"),
+        ("RTX 4080 12GB", "RTX-4080 has 16 GiB; give"), ("H100 96GB", "H100 has 79 GiB"),
         ("RTX 4090 Laptop", "not known"),
         *((f"H200,sm={n}", "from 50 to 130") for n in ("999", "9", "0.9", "49", "90.0", "9.00", "1000", "131")),
     ],
@@ -69,6 +75,19 @@ def test_what_is_no_machine_gets_a_sentence(text: str, word: str) -> None:
     with pytest.raises(UserError, match=word.replace("(", r"\(")) as e:
         parse(text)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("RTX 3080", "RTX-4080, RTX-3090"), ("NVIDIA GeForce RTX 5080", "RTX-5090"), ("rtx_4070-ti", "RTX-3090-Ti"),
+        ("T4", "L4"), ("H200x2", "H200"), ("RTX A4000", "RTX-A6000"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_is_told_those_like_it(text: str, near: str) -> None:
+    with pytest.raises(UserError, match=rf"is not known \(close are {near}[^)]*\); known are A100, ") as e:
+        parse(text)
+    assert str(e.value).count("B300") == 1  # of all, not of those like it
 
 
 @given(st.text(max_size=40) | st.from_regex(r"(sm|mem|bw|bf16|fp4)=[0-9.e,-]{0,8}(,(mem|bw|bf16)=[0-9]{1,4}){0,3}"))
@@ -87,8 +106,9 @@ def test_any_text_is_a_machine_or_a_sentence(text: str) -> None:
     [
         ("NVIDIA H20-3e", 139.7, "H20-141", 139.7), ("NVIDIA GH200 144G HBM3e", 142.5, "GH200-144", 142.0),
         ("NVIDIA H20", 95.6, "H20", 95.0), ("NVIDIA H20", 140.4, "H20-141", 139.7),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "A100", 39.4), ("NVIDIA H100 96GB", 94.5, "H100", 94.5),
+        ("NVIDIA A100-SXM4-40GB", 39.6, "A100-40", 39.4), ("NVIDIA H100 96GB", 94.5, "H100", 94.5),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.75, "H100", 9.75),
+        ("NVIDIA RTX 6000 Ada Generation", 44.4, "RTX-6000-Ada", 44.4),  # with ECC
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, "NVIDIA GeForce RTX 4090 Laptop GPU", 15.6),
     ],
 )  # fmt: skip
@@ -105,9 +125,9 @@ def test_the_driver_is_asked_what_is_here(tmp_path: Path, monkeypatch: pytest.Mo
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 9.0, 143771'\necho 'NVIDIA H200, 9.0, 143771'\n")
     tool.chmod(0o755)
     assert detect() == parse("H200")
-    tool.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 8.0, 40960'\n")  # less memory than the row says
-    assert detect().memory == 40 * GIB
-    tool.write_text("#!/bin/sh\necho 'NVIDIA A10G, 8.6, 23028'\n")  # no row: as the engine sees it
-    assert detect() == seen("NVIDIA A10G", 86, 23028 << 20) and "assumed" in detect().source
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100 96GB, 9.0, 96256'\n")  # not the memory that the row has
+    assert detect().memory == 94 * GIB
+    tool.write_text("#!/bin/sh\necho 'NVIDIA A16, 8.6, 15356'\n")  # no row: as the engine sees it
+    assert detect() == seen("NVIDIA A16", 86, 15356 << 20) and "assumed" in detect().source
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' ; exit 9\n")
     assert detect().cpu

@@ -50,6 +50,11 @@ def texted(tmp_path_factory) -> LLM:
     return make(folder)
 
 
+def test_a_16_bit_type_on_a_cpu_is_told_to_be_slow_at_load(llm):
+    assert "slow-dtype" not in {n.code for n in llm.notices}
+    assert make(dtype="bfloat16").notices[0].code == "slow-dtype"  # first, since a terminal shows eight
+
+
 def test_a_single_prompt_and_a_batch_take_the_same_form(llm):
     params = SamplingParams(temperature=0, max_tokens=4)
     (one,) = llm.generate(IDS, params)

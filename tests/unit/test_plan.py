@@ -715,6 +715,72 @@ def test_a_layout_of_its_own_waits_where_it_takes_the_room(public: Callable[[str
     assert kernels(whole, "mlp.experts") == W4A16["experts"] and not [n for n in whole.notices if n.code == "no-room"]
 
 
+def test_a_second_layout_of_the_weights_has_a_line_of_its_own(public: Callable[[str], Subject]) -> None:
+    s, names = public("nvidia/Qwen3.6-35B-A3B-NVFP4"), ["cuda_w4a16_experts", "cuda_w4a16_linear", "cuda_w8a16_linear"]
+    made, plain = make(s), make(s, "cpu")
+    assert made.memory.weights[0] - made.memory.copied == plain.memory.weights[0]  # once, as they are stored
+    text, data = plan_text.render(made), plan_text.record(made)
+    assert "19.522 GiB  weights\n     18.559 GiB  second layout of weights, for " + ", ".join(names) in text
+    assert data["memory"]["copied"] == made.memory.copied and data["memory"]["copied_for"] == names
+    lines = text.partition("\nmemory\n")[2].partition("  one request")[0].splitlines()
+    assert sum(float(line.split()[0]) for line in lines) == pytest.approx(H200.memory / hardware.GIB, abs=0.005)
+    assert plain.memory.copied == 0 and plain.copied_for == [] and "second layout" not in plan_text.render(plain)
+    asked = make(s, "RTX-5090", kernel=["experts=cuda_w4a16_experts,triton_w4a16_experts"])
+    assert asked.failures[0].endswith("weights take 36.6 (17.1 of them a second layout)")
+
+
+# --- what a user should know ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpu", "old"), [("sm=70,mem=32,bw=900,bf16=125", True), ("RTX-3090", False), ("cpu", False)])
+def test_a_gpu_older_than_every_kernel_is_told(subject: Callable[[str], Subject], gpu: str, old: bool) -> None:
+    made = make(subject("q35moe-w4a16-modelopt"), gpu)
+    told = [n for n in made.notices if n.code == "old-gpu"]
+    assert len(told) == old and all(n.where == "custom, SM 70" and "need SM 80" in n.text for n in told)
+    if old:
+        assert {pick.kernel.module for p in made.layers for pick in p.choice.picks} == {
+            s.module for s in SPECS if s.name.startswith(("reference_", "torch_linear"))
+        }
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "slow"),
+    [("cpu", "bfloat16", True), ("cpu", "float16", True), ("cpu", "float32", False), ("cpu", "float64", False),
+     ("H200", "bfloat16", False)],
+)  # fmt: skip
+def test_16_bit_types_on_a_cpu_are_told_to_be_slow(
+    subject: Callable[[str], Subject], gpu: str, dtype: str, slow: bool
+) -> None:
+    told = [n for n in make(subject("q35moe-w4a16-modelopt"), gpu, dtype=dtype).notices if n.code == "slow-dtype"]
+    assert len(told) == slow and all(n.where == f"--dtype {dtype}" and "--dtype float32" in n.text for n in told)
+
+
+def test_rates_below_ten_have_two_digits(public: Callable[[str], Subject]) -> None:
+    made = make(public("nvidia/Qwen3.6-35B-A3B-NVFP4"), "cpu,mem=64")
+    assert made.step_us(0) == pytest.approx(6.2e6, rel=0.01)  # 0.16 tokens a second
+    rows = [line.split() for line in plan_text.render(made).splitlines() if "tok/s" in line]
+    assert [(row[row.index("most") + 1], row[-2]) for row in rows][:2] == [("8.3", "0.16"), ("20", "0.51")]
+
+
+def test_why_takes_what_the_table_prints(public: Callable[[str], Subject]) -> None:
+    made = make(public(NANO))  # where layers differ: layers.{0,2,4,...}.mixer.in_proj
+    rows = plan_text.folded(made.layers)
+    assert {"*", "{"} <= {c for name, _ in rows for c in name}
+    for name, group in rows:
+        more = f" and {len(group) - 1} more like it" if len(group) > 1 else ""
+        said = plan_text.why(made, name)
+        assert said.startswith(f"{group[0].layer.path}{more}: ")
+        if "{" in name:
+            assert "\n\n" not in said  # the one kind alone
+    kinds = [name for name, _ in rows if name.endswith("mixer.in_proj")]
+    every = plan_text.why(made, "layers.*.mixer.in_proj").split("\n\n")  # one of each kind
+    assert len(kinds) == len(every) == 2
+    first = plan_text.why(made, "layers.0.mixer.in_proj")
+    assert first.splitlines()[1:] == every[0].splitlines()[1:] and first.startswith("layers.0.mixer.in_proj: ")
+    with pytest.raises(UserError, match=r"--why 'layers.\*.mlp.gate': the plan has no such layer; there is "):
+        plan_text.why(made, "layers.*.mlp.gate")
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

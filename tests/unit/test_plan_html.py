@@ -43,7 +43,8 @@ def test_the_page_holds_the_whole_plan_and_nothing_from_elsewhere(tmp_path, caps
 def test_a_browser_shows_memory_steps_and_layers(tmp_path):
     page_of(FIXTURE, tmp_path / "plan.html", "--tp", "2")
     dom = shown(tmp_path / "plan.html", tmp_path / "profile").partition("</main>")[0]
-    for says in ("on 2 x H200", "Memory of each rank", "rank 1", "decode of 1", "layers.*.mlp.experts", "nvfp4 W4A16"):
+    top = ("on 2 x H200", "SM 9.0, no FP4 cores", "Memory of each rank", "second layout of weights is for cuda_")
+    for says in (*top, "rank 1", "decode of 1", "layers.*.mlp.experts", "nvfp4 W4A16"):
         assert says in dom, says
 
 
