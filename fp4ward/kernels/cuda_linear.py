@@ -263,24 +263,25 @@ TUNED = {
 }
 
 # Microseconds on an H200: to begin; in a cluster; for each record that a multiprocessor goes through, for 8 tokens of
-# it, once more where a warp has no second tile to read x for, and where a CTA has but 8 warps; for a KiB of x; for
-# each stage, and for 8 tokens of it; for each partial sum; for each CTA beyond the first; for a kernel that leaves no
-# room to another CTA. `python bench/launches.py --refit-from bench/results/launches_h200.jsonl` fits them to NVFP4;
-# they rank, no more.
+# it, once more where a warp has no second tile to read x for, and where a CTA has but 8 warps, or 12; for a KiB of x;
+# for each stage, and for 8 tokens of it; for each partial sum; for each CTA beyond the first, and each round of them;
+# for a kernel that leaves no room to another CTA. As `python bench/launches.py --refit-from
+# bench/results/launches_h200.jsonl` fits them to NVFP4; they rank, no more.
 COSTS = {
-    "narrow": (2.19, 0.558, 0.0265, 0.0093, 0, 0.000775, 0.019, 0, 0, 0.029, 0, 0.298),
-    "wide": (0.635, 0.882, 0.0267, 0.00675, 0.000732, 0, 0.00655, 0.102, 0.0111, 0.00529, 0.322, 0.506),
-    "warpgroup": (0.977, 0, 0.0237, 0.00407, 0, 0, 0, 0.179, 0.000319, 0.0232, 0.287, 0.0816),
+    "narrow": (2.14, 0.559, 0.0279, 0.00862, 0, 0.0008, 0, 0.0181, 0, 0, 0.0335, 0, 0, 0.348),
+    "wide": (0.826, 0.849, 0.0272, 0.0038, 0.000256, 0, 0.00385, 0.00741, 0.101, 0.0359, 0.0049, 0.152, 0.337, 0.28),
+    "warpgroup": (1.15, 0.0742, 0.0236, 0.00456, 0, 0, 0, 0, 0.151, 0, 0.0192, 0, 0.849, 0.0553),
 }
 
 
 def _amounts(
-    cluster: int, records: int, nt: int, r: int, warps: int, x: int, stages: int, sums: int, ctas: int, solo: bool
-) -> tuple[float, ...]:
-    products = records * nt
+    cluster: int, records: int, nt: int, r: int, warps: int, x: int, stages: int, sums: int, per: int, ctas: int
+) -> tuple[float, ...]:  # fmt: skip
+    """per: CTAs that a multiprocessor gets, of which it holds `ctas` at once. stages: of each round of them."""
+    products, rounds = records * nt, -(-per // ctas)
     return (
-        1, cluster > 1, records, products, products * (r == 1), products * (warps == 8), x / 1024, stages, stages * nt,
-        sums, ctas - 1, solo,
+        1, cluster > 1, records, products, products * (r == 1), products * (warps == 8), products * (warps == 12),
+        x / 1024, rounds * stages, rounds * stages * nt, sums, per - 1, rounds - 1, ctas == 1,
     )  # fmt: skip
 
 
@@ -307,7 +308,7 @@ def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, i
         return None
     defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CTAS": ctas, "CLUSTER": cluster}
     sums = (cluster > 1) * most * r * nt
-    amounts = _amounts(cluster, most * r * share, nt, r, warps, x, 0, sums, 1, ctas == 1)
+    amounts = _amounts(cluster, most * r * share, nt, r, warps, x, 0, sums, 1, ctas)
     shared = _alone(gpu, grid, cluster, depth * stage + fixed)
     return Launch(defines, "narrow", (grid, cluster, 1), warps * 32, shared, amounts)
 
@@ -328,9 +329,7 @@ def wide(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int
     defines = {"NT": nt, "WN": wn, "R": r, "CLUSTER": cluster, "RING": ring, "WARPS": warps, "CTAS": ctas}
     sums = per * r * wn * nt * (parts + cluster * (cluster > 1))
     x = per * nt * 8 * share * 256
-    amounts = _amounts(
-        cluster, per * r * wn * share, nt, r, warps, x, -(-per // ctas) * stages, sums, per, ctas == 1
-    )  # fmt: skip
+    amounts = _amounts(cluster, per * r * wn * share, nt, r, warps, x, stages, sums, per, ctas)
     shared = max(min(ring, stages) * stage, warps * r * nt * 512 + wn * r * 64)
     return Launch(defines, "wide", (grid, cluster, 1), warps * 32, _alone(gpu, grid, cluster, shared), amounts)
 
@@ -351,7 +350,7 @@ def warpgroup(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str
         return None
     defines = {"NT": nt, "GROUPS": groups, "R": r, "CLUSTER": cluster, "RING": ring, "CTAS": ctas}
     sums = per * rows * nt * (cluster > 1)
-    amounts = _amounts(cluster, per * rows * share, nt, r, 0, 0, -(-per // ctas) * share, sums, per, ctas == 1)
+    amounts = _amounts(cluster, per * rows * share, nt, r, 0, 0, share, sums, per, ctas)
     return Launch(defines, "warpgroup", (grid, cluster, 1), groups * 128, _alone(gpu, grid, cluster, shared), amounts)
 
 
