@@ -3,6 +3,7 @@
     python bench/experts.py [--kernels cuda,triton,bf16,block,parts] [--shapes REGEX] [--tokens 1,4,16|all]
                             [--routing uniform,zipf,one] [--variants "chosen,deep"|all] [--seconds 60] [--out FILE]
                             [--plot FILE] [--commit ID]
+    python bench/experts.py --read FILE [--plot FILE]
 
 What is timed is everything after routing: gate_up, activation, down, weighted sum; routing's own launch, which also
 makes the list of work, is reported apart. The floor is a kernel that only reads (bench/floor.cu) as many experts' bytes
@@ -43,7 +44,7 @@ from rich.console import Console  # noqa: E402
 
 from bench import common  # noqa: E402
 from bench.common import Captured, abba, capture, copies_for, norm_error, random_weight  # noqa: E402
-from bench.kernel import GRAPH_US, ROUNDS, STORED, Findings, Floor, limits, numbers, pattern  # noqa: E402
+from bench.kernel import GRAPH_US, ROUNDS, STORED, Findings, Floor, limits, numbers, pattern, stored_rows  # noqa: E402
 from bench.verdict import FP4, Row, Target, kernels_table, peer, shapes_table, targets_table  # noqa: E402
 from fp4ward.errors import UserError  # noqa: E402
 from fp4ward.formats.weight import Weight, concat  # noqa: E402
@@ -422,7 +423,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
+def show(console: Console, rows: Sequence[Row], chart: Path | None) -> None:
     """Tables: by routing, by kernel, against the targets; and a line for each uniform measurement that has more."""
     mine = [r for r in rows if r["kernel"] == "cuda"]
     for routing in dict.fromkeys(r["routing"] for r in mine):
@@ -438,6 +439,8 @@ def show(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"{r['shape']} {r['tokens']} tokens: {r['experts']:.1f} experts{there}; us: {text}")
     console.print(kernels_table([r for r in rows if r["routing"] == "uniform"]))
     console.print(targets_table(rows, "cuda", TARGETS))
+    if chart:
+        plot(rows, chart)
 
 
 def _same(a: Row, b: Row) -> bool:
@@ -453,6 +456,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", default="chosen", metavar="LIST", help="of VARIANTS in tests/cases.py, or all")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
     parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: tables and chart of these lines")
     parser.add_argument("--plot", type=Path, help="a chart (.png, .svg); needs matplotlib")
     parser.add_argument("--commit", help="recorded where the tree came without its git folder")
     return parser
@@ -460,6 +464,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
+    if args.read:
+        show(Console(width=180, highlight=False), stored_rows(args.read, "experts", "nvfp4"), args.plot)
+        return 0
     tokens, cases = numbers(args.tokens) if args.tokens else TOKENS, select(args.shapes)
     routings, kernels = names("--routing", args.routing, ROUTINGS), chosen(args.kernels, args.variants)
     if not torch.cuda.is_available():
@@ -483,9 +490,7 @@ def run(args: argparse.Namespace) -> int:
     for note in dict.fromkeys(found.notes):
         console.print(note)
     if rows:
-        show(console, rows)
-        if args.plot:
-            plot(rows, args.plot)
+        show(console, rows, args.plot)
     console.print(f"{len(rows)} measurements, {time.monotonic() - begin:.0f} s")
     return int(found.wrong)
 

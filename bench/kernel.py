@@ -363,14 +363,14 @@ def select(regex: str, odd: bool) -> list[Dense]:
     return found
 
 
-def stored_rows(path: Path, format: str) -> list[Row]:
+def stored_rows(path: Path, op: str, format: str) -> list[Row]:
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as e:
         raise UserError(f"--read {path}: {one_line(e)}") from None
-    mine = [r for r in rows if r.get("op") == "linear" and r.get("format") == format and "of_floor" in r]
+    mine = [r for r in rows if r.get("op") == op and r.get("format") == format and "of_floor" in r]
     if not mine:
-        raise UserError(f"--read {path}: no line of it is a measurement of {format} by this benchmark")
+        raise UserError(f"--read {path}: no line of it is a measurement of {op} in {format} by this benchmark")
     return mine
 
 
@@ -389,7 +389,7 @@ def show(console: Console, rows: Sequence[Row], chart: Path | None) -> None:
 def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     if args.read:
-        show(Console(width=180, highlight=False), stored_rows(args.read, args.format), args.plot)
+        show(Console(width=180, highlight=False), stored_rows(args.read, "linear", args.format), args.plot)
         return 0
     tokens, cases = numbers(args.tokens), select(args.shapes, args.odd)
     variants = combinations(args.variants)

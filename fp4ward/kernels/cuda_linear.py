@@ -385,7 +385,7 @@ def sources(sm: int) -> list[Source]:
     sizes = sorted(odd << i for odd in (1, 3, 5) for i in range(4, 19) if odd << i < 1 << 18)
     found = [_source(kind, "pack") for kind in DEFINES]
     for kind in DEFINES:
-        launches = [choose(kind, t, n, k, gpu, {}) for t in (1, 8, 16, 32, 64) for n in sizes for k in sizes[9::2]]
+        launches = [choose(kind, t, n, k, gpu, {}) for t in (1, 8, 16, 32, 64) for n in sizes for k in sizes[9:33]]
         found += [_source(kind, made.entry, False, made.defines) for made in launches]
     return list(dict.fromkeys(found))
 

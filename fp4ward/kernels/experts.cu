@@ -9,10 +9,11 @@
 // are, so the last bits of a token's f32 rows do on where the others are routed.
 //
 // gate_up and down: a unit is R tiles of a block. The CTAs share all units evenly, each a run of neighbours; blocks that
-// it meets, `window` at a time, have their activations in shared memory. A window's records, k before rows, are dealt
-// evenly to the warps, which go through them at their own pace; a unit that several warps share is added up at the
-// window's end, in their order. A lane copies what it will read itself into its warp's ring of DEPTH records, across
-// windows. Columns of B do not mix, so absent tokens read zeros; columns beyond K are zero.
+// it meets, `window` at a time, have their activations in shared memory (with two BUFFERS the next window's come
+// meanwhile). A window's records, k before rows, are dealt evenly to the warps, which go through them at their own pace;
+// a unit that several warps share is added up at the window's end, in their order. A lane copies what it will read
+// itself into its warp's ring of DEPTH records, across windows. Columns of B do not mix, so absent tokens read zeros;
+// columns beyond K are zero.
 //
 // Launched early (PDL): gate_up waits before it reads the list, and only then lets down start; so whatever came before
 // gate_up is complete when down begins, and down reads list and weights before it waits for h, combine its weights.
@@ -266,7 +267,7 @@ down(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, co
   int slot = 0;
   for (int win = 0; win < windows; win++) {
     const bool more = win + 1 < windows;
-    if (BUFFERS > 1 && more) bring(win + 1);  // of the next group
+    if (BUFFERS > 1 && more) bring(win + 1);  // arrives with the first record asked for from here on
     if (own.begin < own.end) turn_to(win);
     float c[CHAINS][R][NT][4] = {};
     int since = step;

@@ -1,7 +1,7 @@
 // What the kernels for few tokens share: copies, exact decode, products on tensor cores, scales and stores.
 //
 // Kernels feed mma.m16n8k16 with weights as A (16 rows) and tokens as B (8 columns). The order of k inside a product
-// is free as long as A and B agree: lane t of a quad holds 16 contiguous k, so one NVFP4 scale group. Its eight fragments
+// is free as long as A and B agree: lane t of a quad holds 16 contiguous k, so one NVFP4 scale group. Its four fragments
 // of 64 columns are then 16 (FP8: 32) contiguous bytes of weight and 32 contiguous bytes of x, with no shuffle.
 //
 // Memory: a record is 16 rows x 128 columns (docs: cuda_linear.py), records of 16 rows lie one after the other. A lane
@@ -13,7 +13,7 @@
 // alike: 2^-14 and 2^7 (FP8: 2^-8 and 2^8). NVFP4's 2^7 and the row's f32 scale multiply the f32 sum.
 //
 // Defines: W4 (1 NVFP4, 0 FP8), HALF (1 f16, 0 bf16), BLOCKED (FP8 with an f32 scale for 128 columns), PDL (launch early,
-// wait for the previous kernel before x is read).
+// wait for the previous kernel before x is read), CLUSTER (CTAs that share work; 1 unless given), GROUPS (warpgroup.cu).
 
 typedef unsigned int u32;
 typedef unsigned short u16;

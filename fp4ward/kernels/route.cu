@@ -134,7 +134,7 @@ route(const void *logits, const float *bias, const int *map, const void *gate, i
       if (e < experts && (bias || groups > 1)) v[i] += bias ? bias[e] : 0.0f, keys[i] = key(v[i]);
     }
     if (groups > 1) {  // a group is as good as its two best experts; only the best groups stay
-      const int width = experts / groups, inverse = ((1 << 20) + width - 1) / width;  // e / width = e * this >> 20
+      const int width = experts / groups, by_width = ((1 << 20) + width - 1) / width;  // e / width = e * this >> 20
       __syncwarp();
       float best = __uint_as_float(0xFF800000u), second = best;
       for (int e = lane * width; lane < groups && e < (lane + 1) * width; e++) {
@@ -151,7 +151,7 @@ route(const void *logits, const float *bias, const int *map, const void *gate, i
       }
 #pragma unroll
       for (int i = 0; i < EACH; i++)
-        if (i * 32 + lane < experts && !(kept >> ((i * 32 + lane) * inverse >> 20) & 1)) keys[i] = 0;
+        if (i * 32 + lane < experts && !(kept >> ((i * 32 + lane) * by_width >> 20) & 1)) keys[i] = 0;
     }
     int expert = 0;
     for (int j = 0; j < top_k; j++) {

@@ -2,10 +2,14 @@
 //
 // Defines: as there, but GROUPS (of four warps) instead of WARPS, and RING (stages).
 //
-// Warpgroups multiply decoded registers with x in shared memory, and decode the next half
-// of a record meanwhile. Each warp computes R tiles of 16 rows; CLUSTER CTAs part K. x of 64 columns lies as the tensor
-// cores read it with 128-byte swizzle: a token has 8 chunks of 16 bytes, the products' k in order, chunk i at place
-// i ^ (token & 7). A warp copies a token's 32 words at once: 128 bytes of memory, and each to a bank of its own.
+// Warpgroups multiply decoded registers with x in shared memory, and decode the next half of a record meanwhile. Each
+// warp computes R tiles of 16 rows; CLUSTER CTAs part K. x of 64 columns lies as the tensor cores read it with 128-byte
+// swizzle: a token has 8 chunks of 16 bytes, the products' k in order, chunk i at place i ^ (token & 7). A warp copies a
+// token's 32 words at once: 128 bytes of memory, and each to a bank of its own.
+//
+// Shared memory: RING slots of a stage, x of 128 columns and each warp's records. They are gone through backwards, so
+// that the last stage is in slot 0; then, in a cluster, every CTA's parts of the sums may come to lie from slot 1 on
+// while the last one is still being multiplied, and behind all that a barrier a warp, which counts their bytes.
 
 #include "mma.cuh"
 

@@ -116,7 +116,7 @@ def test_a_result_file_is_shown_again_or_refused_in_a_sentence(
     assert "goal met" in capsys.readouterr().out
     for name in ("none", "experts_h200.jsonl", "peers_h200.json"):
         with pytest.raises(UserError, match="--read"):
-            kernel.stored_rows(results / name, "nvfp4")
+            kernel.stored_rows(results / name, "linear", "nvfp4")
 
 
 @pytest.mark.parametrize(

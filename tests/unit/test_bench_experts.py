@@ -169,7 +169,15 @@ def test_tables_of_large_and_small_rows() -> None:
     about |= {"spread": 0.01, "error": 1e-3, "of_floor": 0.5, "marlin_us": 8.0, "humming_us": 9.0, "peers_met": 8.1}
     rows = [about | {"tokens": m, "us": 2.0 * f, "floor_us": 1.0 * f} for m, f in ((1, 1), (64, 40))]
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    bench.show(console, rows)
+    bench.show(console, rows, None)
     text = console.export_text()
     for words in ("1.0-40", "2.0 2.00 4.00", "8.0 experts (8.1 there); us: marlin 8.0, humming 9.0"):
         assert words in text
+
+
+def test_committed_results_are_shown_again(capsys: pytest.CaptureFixture[str]) -> None:
+    results = bench.ROOT / "bench" / "results"
+    assert bench.main(["--read", str(results / "experts_h200.jsonl")]) == 0
+    assert "x the portable kernel" in capsys.readouterr().out
+    assert bench.main(["--read", str(results / "kernel_h200.jsonl")]) == 2
+    assert "experts in nvfp4" in capsys.readouterr().err
