@@ -409,11 +409,8 @@ def _plan(args: argparse.Namespace) -> int:
         raise UserError("--why and --json were both given; --json holds every layer's reasons, give one")
     # What can be refused without the checkpoint is, before it is looked for.
     settings = {name: value for name in flags.ENGINE if (value := getattr(args, name, None)) is not None}
-    options = plan.Options(
-        EngineConfig(model=args.model, **settings),
-        Layout(args.tp, args.ep, args.adp),
-        tuple(args.replicate),
-    )
+    layout = Layout(args.tp, args.ep, args.adp)
+    options = plan.Options(EngineConfig(model=args.model, **settings), layout, tuple(args.replicate))
     plan.parse_wishes(options.config.kernel)
     _check_writable(args.html)
     machine = hardware.detect() if args.gpu is None else hardware.parse(args.gpu)

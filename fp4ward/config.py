@@ -20,10 +20,10 @@ SIZE_UNITS = {
     "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "B": 1,
 }  # fmt: skip
-# Cache size where the user names none: what max_num_seqs full sequences need, but no more than this on a CPU, and on a
-# GPU no more than this share of what the weights left free (the rest is for activations).
+# Cache size where the user names none: what max_num_seqs full sequences need, but no more than this on a CPU, and no
+# more than this share of what the weights left free (the rest is for activations).
 CPU_CACHE_BYTES = 4 << 30
-GPU_CACHE_SHARE = 0.8
+CACHE_SHARE = 0.8
 # On a CPU in float32, weights that take no more than this as plain f32 are unpacked at load: a small model then decodes
 # several times faster. A larger one stays packed, so that 20 GB of weights run in 24 GB of memory.
 UNPACK_BYTES = 1 << 30

@@ -69,9 +69,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--count", type=int, metavar="N", help="questions a family (120 to 400, by family)")
     evaluate.add_argument("--quick", action="store_true", help="48 questions a family, and only arithmetic by default")
     evaluate.add_argument("--seed", type=int, default=0, metavar="N", help="of the questions (0)")
-    evaluate.add_argument(
-        "--instructions", action="store_true", help="tell the form of the answer; for models other than the demo"
-    )
+    evaluate.add_argument("--instructions", action="store_true", help="tell the answer's form; not needed by the demo")
     evaluate.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (by family)")
     evaluate.add_argument("--json", action="store_true", help="everything as JSON, each question's answer included")
     evaluate.add_argument("--save", metavar="FILE", help="write the same JSON to a file")
@@ -135,13 +133,8 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 
 def _log_level(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--log-level",
-        choices=LEVELS,
-        default=default,
-        metavar="LEVEL",
-        help=f"{', '.join(LEVELS)}: info shows notices and timings, debug all notices and traces (info)",
-    )
+    text = f"{', '.join(LEVELS)}: info shows notices and timings, debug all notices and traces (info)"
+    parser.add_argument("--log-level", choices=LEVELS, default=default, metavar="LEVEL", help=text)
 
 
 def _sampling_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -177,7 +170,7 @@ def _engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()
         shown = "" if value is None else f" ({value})"
         group.add_argument(flag, type=kind, metavar=metavar, help=text + shown)
 
-    add("--dtype", str, "TYPE", f"of the computation: auto, {', '.join(DTYPES)}")
+    add("--dtype", _dtype, "TYPE", f"of the computation: auto, {', '.join(DTYPES)}")
     add("--device", str, "DEVICE", "auto, cpu, cuda or cuda:N")
     add("--kv-cache-dtype", str, "TYPE", f"auto, {', '.join(dict.fromkeys(KV_DTYPES.values()))}")
     add("--max-model-len", int, "N", "tokens of prompt and answer together (the model's)")
@@ -207,6 +200,14 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text[:60]!r} is no JSON object such as '{{\"enable_thinking\": false}}'")
     return value
+
+
+def _dtype(text: str) -> str:
+    """Of DTYPES, also as bf16, f16, fp16 or half: short names are those of a KV cache's type."""
+    name = {KV_DTYPES[d]: d for d in DTYPES}.get("f16" if text == "half" else text.replace("fp", "f"), text)
+    if name not in ("auto", *DTYPES):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r}: one of {', '.join(('auto', *DTYPES))} is expected")
+    return name
 
 
 def _size(text: str) -> int:

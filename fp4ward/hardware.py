@@ -141,6 +141,8 @@ def _named(name: str, memory: float = 0) -> Hardware:
         parts = {w for w in row.name.lower().split("-") if w != "rtx" and not re.fullmatch(r"\d{2,3}", w)}
         if parts <= words:
             found.append((len(parts), -abs(row.memory / GIB - goal) if goal else 0, row))
+    if not found and (sm := re.fullmatch(r"sm[_ ]?(\d{2,3})", name.lower())):
+        raise UserError(f"--gpu {shown(name)}: give numbers: sm={sm[1]},mem=..,bw=..,bf16=.. (GiB, GB/s, TFLOP/s)")
     if not found:
         names, asked = {row.name.lower(): row.name for row in ROWS}, re.sub("nvidia|geforce", "", name.lower())
         near = difflib.get_close_matches("-".join(re.findall("[a-z0-9]+", asked)), names, 4, 0.5)

@@ -3,10 +3,11 @@ The engine takes its pages by the same function. Standard library only."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fp4ward.config import CPU_CACHE_BYTES, GPU_CACHE_SHARE, EngineConfig
+from fp4ward.config import CACHE_SHARE, CPU_CACHE_BYTES, EngineConfig
 from fp4ward.facts import PagedKv, StateSpec
 from fp4ward.hardware import GIB, Hardware
 from fp4ward.kernels.specs import EXPERTS, ITEM, LayerDesc
@@ -45,11 +46,6 @@ class Memory:
     checkpoints: int
     copied: int
 
-    def requests(self, length: int) -> int:
-        """How many sequences of `length` tokens there is room for, slots taken from the same bytes."""
-        each = -(-length // self.block) * self.page + self.slot
-        return max(self.cache + self.slots, 0) // each if each else 0
-
 
 def page_bytes(spec: Sequence[StateSpec], block: int, kv: str) -> int:
     """One page of K and V over all attention layers."""
@@ -58,12 +54,8 @@ def page_bytes(spec: Sequence[StateSpec], block: int, kv: str) -> int:
 
 def slot_bytes(spec: Sequence[StateSpec], dtype: str) -> int:
     """One sequence's recurrent state over all layers: the convolution's past as activations, the rest in f32."""
-    total = 0
-    for s in spec:
-        if not isinstance(s, PagedKv):
-            n, dk, dv = s.ssm
-            total += s.conv[0] * s.conv[1] * ITEM[dtype] + n * dk * dv * max(4, ITEM[dtype])
-    return total
+    item, states = ITEM[dtype], (s for s in spec if not isinstance(s, PagedKv))
+    return sum(math.prod(s.conv) * item + math.prod(s.ssm) * max(4, item) for s in states)
 
 
 def wanted(config: EngineConfig) -> int:
@@ -72,13 +64,14 @@ def wanted(config: EngineConfig) -> int:
     return -(-config.max_model_len // config.block_size) * config.max_num_seqs
 
 
-def pages(spec: Sequence[StateSpec], config: EngineConfig, free: int | None, scratch: int = 0) -> tuple[int, int]:
+def pages(spec: Sequence[StateSpec], config: EngineConfig, free: int, scratch: int = 0) -> tuple[int, int]:
     """Pages of K and V to hold: what max_num_seqs full sequences need, or fewer; and the bytes that there are for them.
-    free: what weights leave of a GPU, None on a CPU. scratch: bytes of it that a step needs. config: resolved."""
+    free: what weights leave of the memory. scratch: bytes of it that a step needs. config: resolved."""
     page, budget = page_bytes(spec, config.block_size, config.kv_cache_dtype), config.kv_cache_memory_bytes
     if budget is None:
         slots = config.max_num_seqs * slot_bytes(spec, config.dtype)
-        budget = CPU_CACHE_BYTES if free is None else min(int(free * GPU_CACHE_SHARE), free - scratch) - slots
+        cap = CPU_CACHE_BYTES if config.device == "cpu" else free
+        budget = min(cap, int(free * CACHE_SHARE), free - scratch) - slots
     most = wanted(config)
     return min(most, max(budget, 0) // page) if page else most, budget  # no attention layer: pages cost nothing
 
@@ -93,7 +86,7 @@ def measure(cut: Pieces, hw: Hardware, config: EngineConfig, copied: int) -> Mem
         slot, free = slot_bytes(spec, config.dtype), hw.memory - reserved - own
         slots = config.max_num_seqs * slot
         graphs, checkpoints = 0 if hw.cpu else GRAPHS, CHECKPOINTS * slot
-        count, cache = pages(spec, config, None if hw.cpu else free, scratch + graphs + checkpoints)
+        count, cache = pages(spec, config, free, scratch + graphs + checkpoints)
         free -= slots + count * page + graphs + checkpoints
         context = min(config.max_model_len, count * config.block_size)
         sizes = (slot, slots, page, count, cache, free, context, config.block_size, graphs, checkpoints, copied)

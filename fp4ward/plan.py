@@ -17,7 +17,7 @@ from fp4ward import memory
 from fp4ward.config import UNPACK_BYTES, EngineConfig, resolve
 from fp4ward.errors import UserError, shown
 from fp4ward.formats.scheme import Notice
-from fp4ward.hardware import Hardware
+from fp4ward.hardware import GIB, Hardware
 from fp4ward.kernels.specs import (
     DENSE,
     EXPERTS,
@@ -39,8 +39,14 @@ from fp4ward.pieces import NUMBER, Subject, pieces
 
 Wishes = Mapping[str, tuple[str, ...]]  # op -> names of the kernels that it may use
 Measured = Callable[[Layout, EngineConfig], memory.Memory]
-ASKED = "asked for by --kernel"
+ASKED, ON_PAPER = "asked for by --kernel", "on paper only: the engine runs one rank so far"
 CONTEXT = 1024  # tokens before each sequence in the decode regimes
+NOT_COUNTED = Notice(
+    "not-counted",
+    "speeds on a GPU",
+    "launching from Python, collectives and norms: today most of a small step, and prompts are slower too (measured: "
+    "Qwen3.6-35B-A3B on an H200 takes 44 ms for one token, of which the GPU works 6.6, and reads 1,821 tok/s)",
+)
 CACHE_LEFT = 0.25  # of the pages that fit beside the stored weights, so many stay beside kernels' own layouts of them
 
 
@@ -155,11 +161,15 @@ class Plan:
         held = [p for p in self.layers if p.copies(tied=p.layer.path in self.subject.aliases) > 0]
         return sorted({k.kernel.name for p in held for k in p.choice.picks if k.kernel.prepare})
 
+    @property
+    def told(self) -> tuple[Notice, ...]:
+        """The notices, after what speeds leave out: that concerns no run."""
+        return self.notices if self.hardware.cpu else (NOT_COUNTED, *self.notices)
+
     def step_us(self, regime: int, *, floor: bool = False) -> float:
         """One step on the rank with the most work: expected, or what no kernels on this machine can beat. Without
         collectives and norms."""
-        costs = (p.choice.picks[regime].cost for p in self.layers)
-        return sum(c.floor_us if floor else c.us for c in costs)
+        return sum(c.floor_us if floor else c.us for c in (p.choice.picks[regime].cost for p in self.layers))
 
 
 def may_quantize_activations(layer: str, plan: Plan) -> bool:
@@ -185,7 +195,8 @@ def choose(
         return Choice(tuple(floors), "no kernel is written yet: its floor", ())
     wish = wishes.get(layer.op, ())
     allowed = [s for s in every if s.name in wish and all(f.name in s.formats for f in layer.formats)]
-    reasons = {s.name: unfit(s, layer, hw, dtype) or (None if s.name in wish else unproven(s)) for s in every}
+    waits = {s.name: f"is {NO_ROOM} (notice no-room)" if s.status == NO_ROOM else unproven(s) for s in every}
+    reasons = {s.name: unfit(s, layer, hw, dtype) or (None if s.name in wish else waits[s.name]) for s in every}
     rejected = [(name, reason) for name, reason in reasons.items() if reason is not None]
     works = [name for name, reason in reasons.items() if reason is None]
     legal = [s for s in allowed or every if s.name in works]
@@ -254,7 +265,22 @@ def make(subject: Subject, hw: Hardware, options: Options, *, specs: Sequence[Ke
         return make(subject, hw, options, specs=rows)
     if failures:
         failures = (*failures, _advice(need, hw, config, options, measured))
-    notices = (*_slow(hw, config, specs), *subject.notices, *_remarks(layers, layout, specs))
+    waiting = [s for s in specs if s.status == NO_ROOM and s.name not in wishes.get(s.op, ())]
+    used = {name for p in layers for pick in p.choice.picks for name in (pick.kernel.name, *dict(pick.others))}
+
+    def no_room(spec: KernelSpec) -> Notice:
+        """What a kernel lacks that was left out, and the whole flag that asks for it where that would fit."""
+        flag = f"{spec.op}={','.join(s.name for s in specs if s.op == spec.op and (s is spec or s.name in used))}"
+        wish = [*(w for w in options.config.kernel if not w.startswith(f"{spec.op}=")), flag]
+        rows = [s for s in specs if s is spec or s not in waiting]
+        asked = make(subject, hw, replace(options, config=replace(options.config, kernel=wish)), specs=rows)
+        of = [p.layer.weight_bytes for p in asked.layers if any(k.kernel.name == spec.name for k in p.choice.picks)]
+        free = max(need.free + need.pages * need.page - need.scratch, 0) / GIB
+        text = f"{NO_ROOM}: {sum(of) * spec.copied / GIB:.2f} GiB, where {free:.2f} are free for it and the cache; "
+        what = "with these settings it does not fit on this GPU" if asked.failures else f"--kernel {flag} asks for it"
+        return Notice("no-room", spec.name, text + what)
+
+    notices = (*_slow(hw, config, specs), *subject.notices, *map(no_room, waiting), *_remarks(layers, layout))
     return Plan(subject, hw, config, options, regimes, tuple(layers), need, unpacked, notices, failures)
 
 
@@ -359,8 +385,7 @@ def _slow(hw: Hardware, config: EngineConfig, specs: Sequence[KernelSpec]) -> It
         yield Notice("slow-dtype", f"--dtype {config.dtype}", text)
 
 
-def _remarks(layers: Sequence[Planned], layout: Layout, specs: Sequence[KernelSpec]) -> Iterator[Notice]:
-    yield from (Notice("no-room", s.name, str(unproven(s))) for s in specs if s.status == NO_ROOM)
+def _remarks(layers: Sequence[Planned], layout: Layout) -> Iterator[Notice]:
     lacking = [p.layer.path for p in layers if not p.choice.picks[0].kernel.module]
     if lacking:
         kinds = ", ".join(dict.fromkeys(NUMBER.sub("*", path) for path in lacking))
@@ -376,7 +401,7 @@ def _remarks(layers: Sequence[Planned], layout: Layout, specs: Sequence[KernelSp
         text = f"{len(found)} layers ask for {activation} inputs, but their kernels take unquantized ones"
         yield Notice("activation-unused", kinds, text)
     if layout.tp > 1:
-        yield Notice("one-rank", f"--tp {layout.tp}", "on paper only: the engine runs one rank so far")
+        yield Notice("one-rank", f"--tp {layout.tp}", ON_PAPER)
 
 
 def _advice(need: memory.Memory, hw: Hardware, config: EngineConfig, options: Options, measured: Measured) -> str:
@@ -390,10 +415,10 @@ def _advice(need: memory.Memory, hw: Hardware, config: EngineConfig, options: Op
     smaller -= smaller % 2**20  # whole MiB
     if need.page > 0 and smaller >= min(wanted, 1 << 25) and fits(here, replace(config, kv_cache_memory_bytes=smaller)):
         return f"--kv-cache-memory-bytes {smaller >> 20}MiB fits"
+    large = need.weights[need.rank] > hw.memory - need.reserved
+    advice = "it takes" if large else "try a shorter --max-model-len, a smaller --max-num-seqs or"
     for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > here.tp and not hw.cpu):
         with contextlib.suppress(UserError):
             if fits(replace(here, tp=tp), config):
-                return f"--tp {tp} fits"
-    if need.weights[need.rank] > hw.memory - need.reserved:
-        return "it takes a machine with more memory"
-    return "try a shorter --max-model-len, a smaller --max-num-seqs or a machine with more memory"
+                return f"{advice} a machine with more memory; --tp {tp} fits, but {ON_PAPER}"
+    return f"{advice} a machine with more memory"

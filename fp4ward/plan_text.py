@@ -36,8 +36,8 @@ def render(plan: Plan) -> str:
     ]
     status = {p.kernel.name: p.kernel.status for x in plan.layers for p in x.choice.picks}
     lines += ["", "kernels"] + [f"  {name}: {text}" for name, text in sorted(status.items())]
-    if plan.notices:
-        lines += ["", "notices"] + [f"  {n.code}: {n.where}: {n.text}" for n in plan.notices]
+    if plan.told:
+        lines += ["", "notices"] + [f"  {n.code}: {n.where}: {n.text}" for n in plan.told]
     if plan.failures:
         lines += ["", "it does not fit"] + [f"  {text}" for text in plan.failures]
     return "\n".join(lines)
@@ -61,15 +61,15 @@ def _memory(plan: Plan) -> list[str]:
     lines = [where, *(f"  {size / GIB:9.3f} GiB  {name}" for name, size in rows)]
     if plan.failures:
         return lines
-    most = plan.subject.cfg.max_position_embeddings
-    lengths = [n for n in (*LENGTHS, config.max_model_len or most) if n <= most]
-    fits = ", ".join(f"{m.requests(n)} of {n}" for n in sorted(set(lengths)))
+    lengths = sorted({n for n in LENGTHS if n < m.context} | {m.context})
+    fits = ", ".join(f"{min(config.max_num_seqs, m.pages // -(-n // m.block))} of {n}" for n in lengths)
     groups = f" in each of {plan.options.layout.adp} groups" if plan.options.layout.adp > 1 else ""
-    return [*lines, f"  one request may have {m.context} tokens; room for requests by tokens{groups}: {fits}"]
+    seqs = f"--max-num-seqs {config.max_num_seqs}"
+    return [*lines, f"  one request may have {m.context} tokens; requests at once{groups} ({seqs}), by tokens: {fits}"]
 
 
 def _speed(plan: Plan) -> list[str]:
-    apart = "collectives, norms and launching from Python are not counted"
+    apart = "norms are not counted" if plan.hardware.cpu else "most of a small step is not-counted: see notices"
     lines = [f"limits of a step (decode after {CONTEXT} tokens each; {apart})"]
     lacking = any(not k.kernel.module for p in plan.layers for k in p.choice.picks)
     for i, regime in enumerate(plan.regimes):
@@ -94,13 +94,9 @@ def _table(plan: Plan) -> list[str]:
             name, str(len(group)), x.stored, group[0].runs, "x".join(map(str, x.local[0])), x.place,
             _kernels(plan, group[0]), f"{first.us:.1f}", first.bound, choice.why,
         ])  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    right = {1, 7}
-    return [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        .rstrip()
-        for row in rows
-    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [str.rjust if i in (1, 7) else str.ljust for i in range(len(head))]
+    return ["  ".join(a(c, w) for a, c, w in zip(aligned, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _kernels(plan: Plan, planned: Planned) -> str:
@@ -120,8 +116,7 @@ def folded(layers: Iterable[Planned]) -> list[tuple[str, list[Planned]]]:
         groups.setdefault(key, []).append(p)
     names = [key[0] for key in groups]
     out = []
-    for key, group in groups.items():
-        name = key[0]
+    for (name, *_), group in groups.items():
         if names.count(name) > 1 and "*" in name:
             numbers = [m[0] for p in group[:4] if (m := NUMBER.search(p.layer.path))]
             name = name.replace("*", "{" + ",".join([*numbers[:3], "..."][: len(group)]) + "}", 1)
@@ -186,7 +181,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "hardware": asdict(plan.hardware) | {"summary": plan.hardware.summary},
         "layout": asdict(plan.options.layout), "replicate": plan.options.replicate, "engine": asdict(plan.config),
         "memory": asdict(plan.memory) | {"copied_for": plan.copied_for}, "steps": steps, "layers": layers,
-        "notices": [asdict(n) for n in plan.notices], "failures": plan.failures,
+        "notices": [asdict(n) for n in plan.told], "failures": plan.failures,
     }  # fmt: skip
 
 

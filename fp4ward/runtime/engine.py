@@ -40,7 +40,8 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.seed = config.seed
-        count = _pages(spec, config, model.device, plan.memory.scratch)
+        on_cpu = model.device.type == "cpu"
+        count = plan.memory.pages if on_cpu else _pages(spec, config, model.device, plan.memory.scratch)
         slots = config.max_num_seqs
         length = min(config.max_model_len, count * config.block_size)
         self.limits = Limits(slots, config.max_num_batched_tokens, length, config.block_size)
@@ -159,9 +160,8 @@ def _score_prompt(request: Request, first: int, logits: Tensor) -> None:
 
 
 def _pages(spec: Sequence[StateSpec], config: EngineConfig, device: torch.device, scratch: int) -> int:
-    """How many pages of K and V to hold. UserError when not even one sequence of a page fits."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    found, budget = pages(spec, config, free, scratch)
+    """How many pages of K and V a GPU is to hold. UserError when not even one sequence of a page fits."""
+    found, budget = pages(spec, config, torch.cuda.mem_get_info(device)[0], scratch)
     if found < 1:
         size = page_bytes(spec, config.block_size, config.kv_cache_dtype)
         raise UserError(

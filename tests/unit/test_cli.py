@@ -168,7 +168,7 @@ def test_bad_usage_is_one_sentence(
         ("--min-tokens", "-1", "min_tokens is -1"),
         ("-n", "0", "n is 0"),
         ("--stop", "", "empty string"),
-        ("--dtype", "int4", "dtype='int4'"),
+        ("--dtype", "int4", "--dtype: 'int4': one of auto, bfloat16"),
         ("--device", "tpu", "device='tpu'"),
         ("--kv-cache-dtype", "int8", "kv_cache_dtype='int8'"),
         ("--block-size", "0", "block_size=0"),

@@ -287,7 +287,7 @@ def test_a_record_of_another_version_is_refused(capsys: Capture, tmp_path: Path)
         (["m", "--compare", "nowhere.json"], "nowhere.json: No such file"),
         (["m", "--save", "nowhere/x.json"], "nowhere/x.json: its folder does not exist"),
         (["m", "--plot", "nowhere/x.png"], "nowhere/x.png: its folder does not exist"),
-        (["m", "--dtype", "int8"], "dtype='int8'"),
+        (["m", "--dtype", "int8"], "--dtype: 'int8'"),
     ],
 )
 def test_a_bad_flag_is_one_sentence(pupil: type[Pupil], capsys: Capture, argv: list[str], sentence: str) -> None:

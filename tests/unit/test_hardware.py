@@ -67,7 +67,7 @@ def test_numbers_make_a_machine_and_change_one() -> None:
         ("H200,mem=nan", "not one plain number"), ("H200,mem=1,mem=2", "not one"), ("mem=1,H200", "no key=number"),
         ("H200,bf16=0", "above 0"), ("cpu,bf16=3", "above 0"), ("Radeon RX 7900", "is not known; known are"),
         ("RTX 4080 12GB", "RTX-4080 has 16 GiB; give"), ("H100 96GB", "H100 has 79 GiB"),
-        ("RTX 4090 Laptop", "not known"),
+        ("RTX 4090 Laptop", "not known"), ("sm75", "give numbers: sm=75,mem=..,"),
         *((f"H200,sm={n}", "from 50 to 130") for n in ("999", "9", "0.9", "49", "90.0", "9.00", "1000", "131")),
     ],
 )  # fmt: skip

@@ -44,6 +44,7 @@ def test_a_browser_shows_memory_steps_and_layers(tmp_path):
     page_of(FIXTURE, tmp_path / "plan.html", "--tp", "2")
     dom = shown(tmp_path / "plan.html", tmp_path / "profile").partition("</main>")[0]
     top = ("on 2 x H200", "SM 9.0, no FP4 cores", "Memory of each rank", "second layout of weights is for cuda_")
+    top += ("Not counted: launching from Python",)
     for says in (*top, "rank 1", "decode of 1", "layers.*.mlp.experts", "nvfp4 W4A16"):
         assert says in dom, says
 
