@@ -2,8 +2,7 @@
 
     python bench/experts.py [--kernels cuda,triton,bf16,block,parts] [--shapes REGEX] [--tokens 1,4,16|all]
                             [--routing uniform,zipf,one] [--variants "chosen,deep"|all] [--seconds 60] [--out FILE]
-                            [--plot FILE] [--commit ID]
-    python bench/experts.py --read FILE [--plot FILE]
+                            [--plot FILE] [--commit ID] | --read FILE [--plot FILE]
 
 What is timed is everything after routing: gate_up, activation, down, weighted sum; routing's own launch, which also
 makes the list of work, is reported apart. The floor is a kernel that only reads (bench/floor.cu) as many experts' bytes
@@ -433,7 +432,8 @@ def show(console: Console, rows: Sequence[Row], chart: Path | None) -> None:
     for r in mine:
         if r["routing"] == "uniform":
             also = [(key, r.get(f"{key}_us")) for key in ("route", "triton", "bf16", "marlin", "humming")]
-            here = [(q["kernel"], q["us"]) for q in rows if q["kernel"] in ("block", "parts") and _same(q, r)]
+            same = [q for q in rows if all(q[key] == r[key] for key in ("shape", "tokens", "routing"))]
+            here = [(q["kernel"], q["us"]) for q in same if q["kernel"] in ("block", "parts")]
             text = ", ".join(f"{key} {us:.1f}" for key, us in (*also, *here) if us is not None)
             there = f" ({r['peers_met']} there)" if "peers_met" in r else ""
             console.print(f"{r['shape']} {r['tokens']} tokens: {r['experts']:.1f} experts{there}; us: {text}")
@@ -441,10 +441,6 @@ def show(console: Console, rows: Sequence[Row], chart: Path | None) -> None:
     console.print(targets_table(rows, "cuda", TARGETS))
     if chart:
         plot(rows, chart)
-
-
-def _same(a: Row, b: Row) -> bool:
-    return all(a[key] == b[key] for key in ("shape", "tokens", "routing"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,10 +4,10 @@
     python bench/launches.py --refit-from FILE
 
 On a GPU: every way to launch NVFP4's kernels (cuda_linear.WAYS with each of CLUSTERS) that fits a shape of
-tests/cases.py, timed in turn on weights that are not in the L2 cache; correctness is bench/kernel.py's matter. A line
-for each shape and number of tokens: what choose takes, what was best, and the loss. --refit-from reads what --out
-wrote, anywhere, fits COSTS by least squares of relative errors without negative costs, near the best ways more closely,
-and prints the losses with today's and with the fitted ones.
+tests/cases.py, timed in turn on weights that are not in the L2 cache; correctness is bench/kernel.py's matter. Printed
+is by how much the ways that choose takes are slower than the best ones. --refit-from reads what --out wrote, anywhere,
+fits COSTS by least squares of relative errors without negative costs, near the best ways more closely, and prints the
+losses with today's and with the fitted ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,33 +33,22 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from bench import common  # noqa: E402
-from bench.kernel import pattern  # noqa: E402
-from fp4ward.errors import UserError  # noqa: E402
+from bench.kernel import numbers, select  # noqa: E402
+from fp4ward.errors import UserError, one_line  # noqa: E402
 from fp4ward.kernels import cuda_linear, nvrtc  # noqa: E402
-from fp4ward.kernels.cuda_linear import CLUSTERS, COLUMNS, COSTS, WAYS, Gpu, Launch  # noqa: E402
-from tests.cases import DENSE  # noqa: E402
+from fp4ward.kernels.cuda_linear import COSTS, Gpu, Launch  # noqa: E402
 
 Costs = Mapping[str, Sequence[float]]
-MAKE = {"narrow": cuda_linear.narrow, "wide": cuda_linear.wide, "warpgroup": cuda_linear.warpgroup}
 Cell = list[tuple[Launch, float]]  # ways of a shape and a number of tokens, and their microseconds
 
 
-def launches(tokens: int, n: int, k: int, gpu: Gpu) -> Iterator[tuple[str, dict[str, int], Launch]]:
-    for entry, ways in WAYS.items():
-        for way in ({**way, "CLUSTER": c} for way in ways for c in CLUSTERS[entry]):
-            fits = way["CLUSTER"] == 1 or 2 * way["CLUSTER"] <= -(-k // COLUMNS)
-            made = MAKE[entry]("nvfp4", tokens, n, k, gpu, way) if fits else None
-            if made is not None and (entry != "warpgroup" or tokens > 8):
-                yield entry, way, made
-
-
 def measure(args: argparse.Namespace) -> list[dict[str, object]]:
-    device, deadline, rows = torch.device("cuda", 0), time.monotonic() + args.seconds, []
-    gpu, named = cuda_linear.gpu_here(device), pattern("--shapes", args.shapes)
-    tokens = [int(m) for m in args.tokens.split(",")]
-    cases = [case for case in DENSE if named.search(case.name)]
-    made = [launch for case in cases for m in tokens for _, _, launch in launches(m, case.n, case.k, gpu)]
-    sources = dict.fromkeys(cuda_linear._source("nvfp4", one.entry, False, one.defines) for one in made)
+    device, deadline, rows = torch.device(common.DEVICE), time.monotonic() + args.seconds, []
+    gpu, cases = cuda_linear.gpu_here(device), select(args.shapes, odd=False)
+    tokens = [m for m in numbers(args.tokens) if m <= cuda_linear.MAX_TOKENS]
+    ways = {(c, m): cuda_linear.launches("nvfp4", m, c.n, c.k, gpu, {}) for c in cases for m in tokens}
+    every = [launch for own in ways.values() for _, launch in own]
+    sources = dict.fromkeys(cuda_linear._source("nvfp4", one.entry, False, one.defines) for one in every)
     with ThreadPoolExecutor() as pool:
         list(pool.map(partial(nvrtc.kernel, device=device), sources))
     for case in cases:
@@ -70,14 +59,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
         ]
         for m in tokens if time.monotonic() < deadline else ():
             x = torch.randn(m, case.k, device=device).bfloat16()
-            ways = {json.dumps([entry, way]): launch for entry, way, launch in launches(m, case.n, case.k, gpu)}
             graphs = {}
-            for key, launch in ways.items():
+            for way, launch in ways[case, m]:
                 tuning = {name: v for name, v in launch.defines.items() if name != "NT"}
                 calls = [partial(cuda_linear.linear, x, w, **tuning) for w in copies]
                 calls[0]()
                 each = first.records.numel() / 4e6 + 3  # microseconds, about; of graphs of 400
-                graphs[key] = common.capture(calls, max(len(copies), min(96, int(400 / each))))
+                graphs[json.dumps([launch.entry, way])] = common.capture(
+                    calls, max(len(copies), min(96, int(400 / each)))
+                )
             times = {key: us for key, (us, _) in common.abba(graphs, 2).items()}
             rows.append({"n": case.n, "k": case.k, "tokens": m, "us": times})
     return rows
@@ -88,7 +78,7 @@ def cells(rows: Sequence[Mapping[str, object]], gpu: Gpu) -> dict[tuple[int, int
     for row in rows:
         n, k, m = (int(row[name]) for name in ("n", "k", "tokens"))  # type: ignore[call-overload]
         pairs = ((json.loads(key), us) for key, us in row["us"].items())  # type: ignore[attr-defined]
-        launched = [(MAKE[entry]("nvfp4", m, n, k, gpu, way), us) for (entry, way), us in pairs]
+        launched = [(cuda_linear.KERNELS[entry]("nvfp4", m, n, k, gpu, way), us) for (entry, way), us in pairs]
         found[n, k, m] = [(launch, us) for launch, us in launched if launch is not None]
     return found
 
@@ -136,10 +126,14 @@ def run(args: argparse.Namespace) -> int:
     if args.refit_from is None and not torch.cuda.is_available():
         raise UserError("this needs a GPU; --refit-from FILE fits to what one measured")
     if args.refit_from is None:
-        rows, gpu = measure(args), cuda_linear.gpu_here(torch.device("cuda", 0))
+        rows, gpu = measure(args), cuda_linear.gpu_here(torch.device(common.DEVICE))
         common.write_lines(args.out, [common.head(args.commit) | row for row in rows])
     else:
-        rows, gpu = [json.loads(line) for line in args.refit_from.read_text().splitlines()], cuda_linear.H200
+        try:
+            rows, gpu = [json.loads(line) for line in args.refit_from.read_text().splitlines()], cuda_linear.H200
+            assert rows and all({"n", "k", "tokens", "us"} <= row.keys() for row in rows), "no lines of this benchmark"
+        except (OSError, ValueError, AssertionError) as e:
+            raise UserError(f"--refit-from {args.refit_from}: {one_line(e)}") from None
     found = cells(rows, gpu)
     report(found, COSTS, "ways that COSTS take")
     if args.refit_from is not None:
@@ -149,15 +143,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="", metavar="REGEX", help="of names such as 8192x2048 (all)")
+    parser.add_argument("--shapes", default="", metavar="REGEX", help="of names such as 8192x2048 or modules (all)")
     parser.add_argument("--tokens", default="1,8,16,32,64")
     parser.add_argument("--seconds", type=float, default=60, help="begin no shape after so many (60)")
     parser.add_argument("--refit-from", type=Path, metavar="FILE", help="measure nothing")
     parser.add_argument("--out", type=Path, help="JSON lines, for --refit-from")
     parser.add_argument("--commit", help="recorded where the tree came without its git folder")
-    return common.command(run, parser, argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return common.command(run, _parser(), argv)
 
 
 if __name__ == "__main__":

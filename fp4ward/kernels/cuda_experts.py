@@ -29,8 +29,7 @@ from torch.nn import functional
 from fp4ward.formats.formats import NVFP4
 from fp4ward.formats.weight import Weight, concat
 from fp4ward.kernels import cuda_linear, norm, nvrtc
-from fp4ward.kernels.cuda_linear import COLUMNS, DTYPES, H200, RECORD, ROWS, Gpu, Launch, gpu_of
-from fp4ward.kernels.cuda_linear import gpu_here as _gpu
+from fp4ward.kernels.cuda_linear import COLUMNS, DTYPES, H200, RECORD, ROWS, Gpu, Launch, gpu_here, gpu_of
 from fp4ward.kernels.experts import Router
 from fp4ward.kernels.nvrtc import Source
 
@@ -269,7 +268,7 @@ def _plan(
     tokens: int, top_k: int, shape: tuple[int, int, int], shared: int, gated: bool, half: bool, device: torch.device,
     up: Any, down: Any,
 ) -> tuple[Plan, nvrtc.Kernel, nvrtc.Kernel]:  # fmt: skip
-    plan = choose(tokens, top_k, shape, shared, gated, _gpu(device), dict(up), dict(down))
+    plan = choose(tokens, top_k, shape, shared, gated, gpu_here(device), dict(up), dict(down))
     first, second = (nvrtc.kernel(_source(m.entry, m.defines, half), device) for m in (plan.up, plan.down))
     return plan, first, second
 

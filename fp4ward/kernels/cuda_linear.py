@@ -229,9 +229,8 @@ class Gpu:
 
     def slots(self, cluster: int) -> int:
         """CTAs in clusters of this size that find a multiprocessor each (an H200: 30 of 4, 18 of 6, 15 of 8)."""
-        return max(
-            cluster, self.sms // cluster * cluster if cluster < 3 else self.sms * (9 if cluster % 4 else 10) // 11
-        )
+        found = self.sms // cluster * cluster if cluster < 3 else self.sms * (9 if cluster % 4 else 10) // 11
+        return max(cluster, found)
 
 
 def gpu_of(sm: int, sms: int) -> Gpu:
@@ -246,7 +245,7 @@ def gpu_here(device: torch.device) -> Gpu:
     return gpu_of(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
-# Ways to launch each kernel that were worth having on an H200, and the defines that a caller may give it.
+# Ways that were worth it on an H200; defines that a caller may give (DEPTH names narrow, WN wide, GROUPS warpgroup).
 WAYS: dict[str, tuple[dict[str, int], ...]] = {
     "narrow": tuple({"WARPS": w, "R": r, "CTAS": c} for w, r, c in ((12, 1, 1), (12, 1, 2), (8, 1, 2), (16, 2, 1))),
     "wide": tuple(
@@ -354,23 +353,30 @@ def warpgroup(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str
     return Launch(defines, "warpgroup", (grid, cluster, 1), groups * 128, _alone(gpu, grid, cluster, shared), amounts)
 
 
+KERNELS = {"narrow": narrow, "wide": wide, "warpgroup": warpgroup}
+
+
+def launches(
+    kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str, int]
+) -> list[tuple[dict[str, int], Launch]]:
+    """All that fit, each with its way. tuning: defines that override it, of kernels that take all of them."""
+    takers = [entry for entry, keys in TUNED.items() if keys.issuperset(tuning)]
+    assert takers, f"no kernel takes {', '.join(sorted(tuning))} together"
+    found, most = [], max(1, -(-k // COLUMNS) // 2)
+    for entry in (entry for entry in takers if entry != "warpgroup" or tokens > 8 or "GROUPS" in tuning):
+        ways = [{"CLUSTER": c, **way, **tuning} for way in WAYS[entry] for c in CLUSTERS[entry] if c <= most]
+        found += [(way, made) for way in ways if (made := KERNELS[entry](kind, tokens, n, k, gpu, way)) is not None]
+    return found
+
+
 def choose(kind: str, tokens: int, n: int, k: int, gpu: Gpu, tuning: Mapping[str, int]) -> Launch:
-    """The launch with the lowest estimate. tuning: defines that override a way's, of the kernels that take all of them
-    (DEPTH: narrow, WN: wide, GROUPS: warpgroup).
+    """The one of `launches` with the lowest estimate.
 
     Depends on tokens only through ceil(tokens / 8) up to 16, whether there is one, and the power of two from there on.
     """
-    takers = [entry for entry, keys in TUNED.items() if keys.issuperset(tuning)]
-    assert takers, f"no kernel takes {', '.join(sorted(tuning))} together"
-    found: list[Launch] = []
-    for entry, make in (("narrow", narrow), ("wide", wide), ("warpgroup", warpgroup)):
-        if entry in takers and (entry != "warpgroup" or tokens > 8 or "GROUPS" in tuning):
-            steps = -(-k // COLUMNS)
-            clusters = [c for c in CLUSTERS[entry] if c == 1 or 2 * c <= steps]
-            ways = [{"CLUSTER": c, **way, **tuning} for way in WAYS[entry] for c in clusters]
-            found += filter(None, (make(kind, tokens, n, k, gpu, way) for way in ways))
-    assert found, f"no kernel for {tokens} tokens by [{n}, {k}] with {dict(tuning)} fits {gpu}"
-    return min(found, key=lambda launch: launch.us)
+    best = min(launches(kind, tokens, n, k, gpu, tuning), key=lambda found: found[1].us, default=None)
+    assert best, f"no kernel for {tokens} tokens by [{n}, {k}] with {dict(tuning)} fits {gpu}"
+    return best[1]
 
 
 def _source(kind: str, entry: str, half: bool = False, defines: Mapping[str, int] | None = None) -> Source:
@@ -385,8 +391,8 @@ def sources(sm: int) -> list[Source]:
     sizes = sorted(odd << i for odd in (1, 3, 5) for i in range(4, 19) if odd << i < 1 << 18)
     found = [_source(kind, "pack") for kind in DEFINES]
     for kind in DEFINES:
-        launches = [choose(kind, t, n, k, gpu, {}) for t in (1, 8, 16, 32, 64) for n in sizes for k in sizes[9:33]]
-        found += [_source(kind, made.entry, False, made.defines) for made in launches]
+        taken = [choose(kind, t, n, k, gpu, {}) for t in (1, 8, 16, 32, 64) for n in sizes for k in sizes[9:33]]
+        found += [_source(kind, made.entry, False, made.defines) for made in taken]
     return list(dict.fromkeys(found))
 
 

@@ -31,7 +31,7 @@ def seeded(request, monkeypatch):
     monkeypatch.setattr(cuda_experts, "checked", True)
     if DEVICE == "cpu":
         monkeypatch.setattr(nvrtc, "kernel", emulator.kernels(request.config.cache.mkdir("emulator")))
-        monkeypatch.setattr(cuda_experts, "_gpu", lambda device: SMALL)
+        monkeypatch.setattr(cuda_experts, "gpu_here", lambda device: SMALL)
         cuda_experts._plan.cache_clear()
     yield
     torch.use_deterministic_algorithms(False)
@@ -109,13 +109,19 @@ def test_every_launch_has_room_for_what_it_may_meet(gpu):
                     continue
                 assert plan.bound * plan.size >= tokens * case.top_k
                 for launch in (plan.up, plan.down):
-                    d, (listed, n, _, shift, window, *_) = launch.defines, launch.extra
+                    d, (listed, n, k, shift, window, *_) = launch.defines, launch.extra
                     assert launch.shared <= gpu.room // d["CTAS"] and launch.threads == 32 * d["WARPS"] <= 512
                     assert n % (16 * d["R"]) == 0 and plan.size <= 8 * d["NT"] and min(plan.size, tokens) <= 1 << shift
                     units = -(-plan.bound * (n // 16 // d["R"]) // launch.grid[0])  # of a CTA at most
                     met = plan.bound if d.get("OWN") else (units - 1) // (n // 16 // d["R"]) + 2
                     assert listed >= min(met, plan.bound)
-                    assert window << shift >= tokens * case.top_k if d.get("OWN") else window >= 1
+                    x, pairs = -(-k // 128) * 256 << shift, tokens * case.top_k  # rings, sums, zeros, list, activations
+                    need = d["WARPS"] * d["R"] * (d["DEPTH"] * 1152 + 2 * d["NT"] * 512) + 256
+                    need += 2 * listed * (1 + plan.size) + d["BUFFERS"] * window * x
+                    if d.get("OWN"):  # all pairs at once, their weights and rows
+                        assert window << shift >= pairs
+                        need += 4 * pairs + -(-n // 16 // d["R"] // launch.grid[0]) * d["R"] * pairs * 64
+                    assert launch.shared >= need
 
 
 @settings(deadline=None, derandomize=True)
@@ -175,7 +181,7 @@ def blocks_of(found: Routing, size: int) -> list[tuple[int, list[int]]]:
 def check_route(logits, top_k, local, shared=0, gate=None, **options):
     made = slots_only(local, shared)
     tokens, k = logits.shape[0], top_k + shared
-    size = choose(tokens, k, made.shape, shared, True, cuda_experts._gpu(torch.device(DEVICE)), {}, {}).size
+    size = choose(tokens, k, made.shape, shared, True, cuda_experts.gpu_here(torch.device(DEVICE)), {}, {}).size
     got = route(logits, top_k, made, torch.bfloat16, shared_gate_T=gate, **options)
     weights, ids = experts.route(logits, top_k, **options)
     if shared:
@@ -192,7 +198,7 @@ def no_kernels(monkeypatch):
     """The choice without loading the experts' kernels, where only routing runs."""
 
     def plan(tokens, k, shape, shared, gated, half, device, up, down):
-        return choose(tokens, k, shape, shared, gated, cuda_experts._gpu(device), {}, {}), None, None
+        return choose(tokens, k, shape, shared, gated, cuda_experts.gpu_here(device), {}, {}), None, None
 
     monkeypatch.setattr(cuda_experts, "_plan", plan)
 
@@ -342,7 +348,7 @@ def test_nobody_routed_here_gives_zeros(own):
 def test_smaller_blocks_of_which_a_multiprocessor_lists_its_own(size, monkeypatch):
     gpu = Gpu(7, 99 << 10, False)
     if DEVICE == "cpu":
-        monkeypatch.setattr(cuda_experts, "_gpu", lambda device: gpu)
+        monkeypatch.setattr(cuda_experts, "gpu_here", lambda device: gpu)
     tokens, k = (65, 8) if size == 1 else (20, 3)
     plan = choose(tokens, k, (70, 16, 48), 0, True, gpu, {"PAIRS": size}, {})
     assert (plan.up.extra[0] < plan.bound) == (size == 1)

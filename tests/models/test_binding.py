@@ -266,7 +266,7 @@ def test_a_bound_block_gives_what_its_parts_give(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, apart: bool
 ) -> None:
     monkeypatch.setattr(nvrtc, "kernel", emulator.kernels(request.config.cache.mkdir("emulator")))
-    monkeypatch.setattr(cuda_experts, "_gpu", lambda device: Gpu(3, 227 << 10, True))
+    monkeypatch.setattr(cuda_experts, "gpu_here", lambda device: Gpu(3, 227 << 10, True))
     llm = LLM(str(checkpoint("q35moe-w4a16-modelopt")), device="cpu", dtype="bfloat16", show_progress=False)
     model = llm.engine.runner.model
     layer, x = model.layers[0], torch.randn(5, 128).bfloat16()

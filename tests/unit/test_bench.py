@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from bench import common, estimates, fit, kernel, step, trace, verdict
+from bench import common, estimates, fit, kernel, launches, step, trace, verdict
 from fp4ward import hardware
 from fp4ward.errors import UserError
 from fp4ward.formats.weight import Weight
-from fp4ward.kernels import linear
+from fp4ward.kernels import cuda_linear, linear
 from fp4ward.kernels.specs import SPECS, Cut, KernelSpec
 from tests import cases
 
@@ -117,6 +117,35 @@ def test_a_result_file_is_shown_again_or_refused_in_a_sentence(
     for name in ("none", "experts_h200.jsonl", "peers_h200.json"):
         with pytest.raises(UserError, match="--read"):
             kernel.stored_rows(results / name, "linear", "nvfp4")
+
+
+def test_every_way_that_fits_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[frozenset[tuple[str, int]]] = []
+    monkeypatch.setattr(common, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_linear, "gpu_here", lambda device: cuda_linear.H200)
+    monkeypatch.setattr(launches.nvrtc, "kernel", lambda source, device: None)
+    monkeypatch.setattr(cuda_linear, "linear", lambda x, w, **tuning: ran.append(frozenset(tuning.items())))
+    monkeypatch.setattr(common, "capture", lambda calls, count: (None, count))
+    monkeypatch.setattr(common, "abba", lambda graphs, rounds: dict.fromkeys(graphs, (1.0, 0.0)))
+    args = launches._parser().parse_args(["--shapes", "^2048x512$", "--tokens", "1,16,128"])  # 128: more than it takes
+    rows = launches.measure(args)
+    assert [(row["n"], row["k"], row["tokens"]) for row in rows] == [(2048, 512, 1), (2048, 512, 16)]
+    ways = [cuda_linear.launches("nvfp4", m, 2048, 512, cuda_linear.H200, {}) for m in (1, 16)]
+    assert [len(row["us"]) for row in rows] == [len(own) for own in ways]
+    assert ran == [frozenset(made.defines.items()) - {("NT", made.defines["NT"])} for own in ways for _, made in own]
+    cells = launches.cells(rows, cuda_linear.H200)
+    assert [made for made, _ in cells[2048, 512, 16]] == [made for _, made in ways[1]]
+
+
+def test_the_costs_of_launches_are_those_that_the_sweep_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = common.ROOT / "bench" / "results" / "launches_h200.jsonl"
+    found = launches.cells([json.loads(line) for line in sweep.read_text().splitlines()], cuda_linear.H200)
+    fitted = launches.fitted(found)
+    assert {entry: pytest.approx(own, rel=0.02, abs=1e-4) for entry, own in fitted.items()} == cuda_linear.COSTS
+    assert launches.main(["--refit-from", str(sweep)]) == 0 and "geometric mean" in capsys.readouterr().out
+    for file in ("none", "kernel_h200.jsonl"):
+        assert launches.main(["--refit-from", str(sweep.with_name(file))]) == 2
+        assert f"{file}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None
     if emulator.COMPILER is None:
         pytest.skip("needs g++")
     monkeypatch.setattr(nvrtc, "kernel", emulator.kernels(request.config.cache.mkdir("emulator")))
-    monkeypatch.setattr(cuda_experts, "_gpu", lambda device: Gpu(3, 227 << 10, True))
+    monkeypatch.setattr(cuda_experts, "gpu_here", lambda device: Gpu(3, 227 << 10, True))
     monkeypatch.setattr(cuda_linear, "linear", lambda x, w: linear.reference(x, cuda_linear.restore(w)))
     monkeypatch.setattr(triton_experts, "experts", reference.reference)
     monkeypatch.setattr(common, "DEVICE", "cpu")

@@ -466,13 +466,13 @@ def test_a_row_is_held_to_the_shapes_of_every_rank() -> None:
     assert unfit(old, layer, H200, "bfloat16") == "needs a GPU of SM 80 to 89; H200 is SM 90"
 
 
-def test_experts_too_wide_for_the_warps_of_a_block_go_elsewhere() -> None:  # what runs must be what can be launched
+def test_experts_wider_than_any_shared_memory_is_known_to_hold_go_elsewhere() -> None:  # what runs can be launched
     row = next(s for s in SPECS if s.name == "cuda_w4a16_experts")
     for shape, fits in (((8, 8192, 4096), True), ((8, 14336, 4096), False), ((8, 512, 8208), False)):
         layer = LayerDesc("x", "experts", "nvfp4 W4A16", (FORMATS["nvfp4"],), shape, (shape,), top_k=2)
         assert (unfit(row, layer, H200, "bfloat16") is None) == fits
-        if fits:
-            assert cuda_experts.choose(1, 2, shape, 0, True, cuda_linear.H200, {}, {}).up.shared > 0
+        for sm, tokens in ((sm, tokens) for sm in (80, 86, 90, 120) for tokens in (1, 2, 9, 64, 256) if fits):
+            assert cuda_experts.choose(tokens, 2, shape, 0, True, cuda_linear.gpu_of(sm, 132), {}, {}).up.shared > 0
 
 
 def test_regimes_may_run_different_kernels(subject: Callable[[str], Subject]) -> None:
