@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from fp4ward.errors import UserError  # noqa: E402
 from fp4ward.formats.formats import FORMATS  # noqa: E402
 from fp4ward.formats.weight import Weight, part_shapes  # noqa: E402
+from fp4ward.kernels import nvrtc  # noqa: E402
 
 DEVICE = "cuda"
 COLD = 256 << 20  # bytes of weights that launches go through before they meet one again: 4 times an H200's L2 cache
@@ -41,10 +42,17 @@ def head(commit: str | None = None, *, device: str = "cuda") -> dict[str, str]:
     }
 
 
+def kernel_cache() -> None:
+    """Compiled kernels lie where FP4WARD_CACHE says, as for the command line."""
+    if place := os.environ.get("FP4WARD_CACHE"):
+        nvrtc.folder = Path(place)
+
+
 def command(
     run: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> int:
     """The exit code of a benchmark: 2 and a sentence for what cannot be done."""
+    kernel_cache()
     try:
         return run(parser.parse_args(argv))
     except UserError as e:

@@ -467,8 +467,6 @@ def run(args: argparse.Namespace) -> int:
     routings, kernels = names("--routing", args.routing, ROUTINGS), chosen(args.kernels, args.variants)
     if not torch.cuda.is_available():
         raise UserError("bench/experts.py needs a CUDA GPU, and torch finds none")
-    if cache := os.environ.get("FP4WARD_CACHE"):
-        nvrtc.folder = Path(cache)
     console = Console(width=180, highlight=False)
     found = Findings()
     with torch.inference_mode():

@@ -53,6 +53,7 @@ from tests.cases import ALL_TOKENS, DECODE_TOKENS, DENSE, NORM_ERROR, ODD, ULPS,
 Run = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N]
 FORMATS = ("nvfp4", "fp8_tensor", "fp8_channel", "fp8_block")
 STORED = ROOT / "bench" / "results" / "peers_h200.json"
+PEERS_MORE = 1.5  # times our bar of errors: humming, which rounds more than its result, lies on it (4.0e-3)
 GRAPH_US, ROUNDS = 800.0, 5  # of one replay, about; replays of each graph are twice the rounds
 
 
@@ -290,7 +291,7 @@ def measure(
                 continue
             try:
                 error, ulps = errors[name] = truth.errors(calls[0], x[:m], kernels[name].row_scales)
-                if error <= NORM_ERROR and ulps <= ULPS:
+                if error <= NORM_ERROR * (1 if name.split()[0] in OURS else PEERS_MORE) and ulps <= ULPS:
                     launches = _launches(sets[0], GRAPH_US, 2.0 * m * case.n * case.k)
                     graphs[name] = capture([partial(call, x[:m]) for call in calls], launches)
                 else:
@@ -338,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--odd", action="store_true", help="also the odd shapes that are there for correctness")
     parser.add_argument("--tokens", help="such as 1,4,16 (1 to 64), or all (to 8192)")
     parser.add_argument("--variants", default="", metavar="LIST", help='"NAME=1,2 OTHER=4": tuning of our CUDA kernel')
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no measurement after so many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing so long after compiling")
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: tables and chart of these lines")
     parser.add_argument("--plot", type=Path, help="a chart (.png, .svg); needs matplotlib")
@@ -398,8 +399,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("bench/kernel.py needs a CUDA GPU, and torch finds none")
     if any(name == "humming" and find_spec("humming") is None for name in kernels):
         raise UserError("--kernels humming: humming-kernels is not installed")
-    if cache := os.environ.get("FP4WARD_CACHE"):
-        nvrtc.folder = Path(cache)
     console = Console(width=180, highlight=False)
     with torch.inference_mode():
         floor = Floor()
@@ -415,10 +414,10 @@ def run(args: argparse.Namespace) -> int:
         if "humming" in kernels:
             warm_humming([case for case in cases if kernels["humming"][1].search(case.name)], max(tokens))
             console.print(f"humming compiled, {time.monotonic() - begin:.0f} s since the start")
-        found = Findings()
+        found, last = Findings(), time.monotonic() + args.seconds
         for case in cases:
             here = {name: kernel for name, (kernel, only) in kernels.items() if only.search(case.name)}
-            measure(case, args.format, tokens, here, floor, found, begin + args.seconds)
+            measure(case, args.format, tokens, here, floor, found, last)
             torch.cuda.synchronize()
     rows = [head | row for row in found.rows]
     common.write_lines(args.out, rows)

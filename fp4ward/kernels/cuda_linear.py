@@ -247,7 +247,7 @@ def gpu_here(device: torch.device) -> Gpu:
 
 # Ways that were worth it on an H200; defines that a caller may give (DEPTH names narrow, WN wide, GROUPS warpgroup).
 WAYS: dict[str, tuple[dict[str, int], ...]] = {
-    "narrow": tuple({"WARPS": w, "R": r, "CTAS": c} for w, r, c in ((12, 1, 1), (12, 1, 2), (8, 1, 2), (16, 2, 1))),
+    "narrow": ({"WARPS": 12, "R": 1}, {"WARPS": 16, "R": 2}),
     "wide": tuple(
         {"WARPS": w, "WN": n, "R": r}
         for w, n, r in ((8, 1, 1), (8, 1, 2), (8, 2, 1), (8, 2, 2), (8, 8, 1), (12, 3, 1), (12, 6, 2), (16, 1, 1))
@@ -256,7 +256,7 @@ WAYS: dict[str, tuple[dict[str, int], ...]] = {
 }
 CLUSTERS = {"narrow": (1, 2), "wide": (1, 2, 4), "warpgroup": (1, 2, 4, 6, 8)}
 TUNED = {
-    "narrow": {"DEPTH", "WARPS", "CTAS", "R", "CLUSTER", "PDL"},
+    "narrow": {"DEPTH", "WARPS", "R", "CLUSTER", "PDL"},
     "wide": {"WN", "RING", "WARPS", "CTAS", "R", "CLUSTER", "PDL"},
     "warpgroup": {"GROUPS", "RING", "CTAS", "R", "CLUSTER", "PDL"},
 }
@@ -267,9 +267,9 @@ TUNED = {
 # for a kernel that leaves no room to another CTA. As `python bench/launches.py --refit-from
 # bench/results/launches_h200.jsonl` fits them to NVFP4; they rank, no more.
 COSTS = {
-    "narrow": (2.14, 0.559, 0.0279, 0.00862, 0, 0.0008, 0, 0.0181, 0, 0, 0.0335, 0, 0, 0.348),
-    "wide": (0.826, 0.849, 0.0272, 0.0038, 0.000256, 0, 0.00385, 0.00741, 0.101, 0.0359, 0.0049, 0.152, 0.337, 0.28),
-    "warpgroup": (1.15, 0.0742, 0.0236, 0.00456, 0, 0, 0, 0, 0.151, 0, 0.0192, 0, 0.849, 0.0553),
+    "narrow": (1.18, 0.906, 0.0288, 0.00755, 0, 0, 0, 0.0187, 0, 0, 0.0314, 0, 0, 1.18),
+    "wide": (0.832, 0.846, 0.0271, 0.00373, 0.000245, 0, 0.00386, 0.00741, 0.102, 0.0362, 0.00493, 0.154, 0.333, 0.276),
+    "warpgroup": (1.15, 0.0692, 0.0233, 0.00456, 0, 0, 0, 0, 0.153, 0, 0.0194, 0, 0.846, 0.054),
 }
 
 
@@ -286,14 +286,13 @@ def _amounts(
 
 def _alone(gpu: Gpu, grid: int, cluster: int, shared: int) -> int:
     """Bytes of shared memory that let a multiprocessor hold only as many CTAs as it needs for this grid. PDL would else
-    give the next grid's first CTAs to those that have none of this one, several to each, and wait for them."""
-    ctas = grid * cluster
-    return shared if ctas == gpu.sms else max(shared, gpu.room // (-(-ctas // gpu.slots(cluster)) + 1) + 1)
+    give this grid's CTAs, several to each, to those multiprocessors that the grid ahead has left, and wait for them."""
+    return max(shared, gpu.room // (-(-grid * cluster // gpu.slots(cluster)) + 1) + 1)
 
 
 def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int]) -> Launch | None:
     """At most 16 tokens: x lies in shared memory, parted over CLUSTER CTAs. None where it does not fit."""
-    nt, warps, ctas, r, cluster = -(-tokens // 8), way["WARPS"], way["CTAS"], way["R"], way["CLUSTER"]
+    nt, warps, r, cluster = -(-tokens // 8), way["WARPS"], way["R"], way["CLUSTER"]
     tiles, share = -(-n // ROWS), -(-k // (COLUMNS * cluster))
     units = -(-tiles // r)
     grid = max(1, min(units, gpu.sms // cluster))
@@ -301,13 +300,13 @@ def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, i
     x = (1 if tokens == 1 else 8 * nt) * share * 256
     fixed = warps * 2 * r * nt * 512 + (cluster > 1) * most * r * nt * 512 + 256 + most * r * 64 + x
     stage = warps * r * SLOT[kind]
-    fit = (gpu.room // ctas - 1024 * (ctas > 1) - fixed) // stage
+    fit = (gpu.room - fixed) // stage
     depth = way.get("DEPTH", 4 if fit >= 4 else 2)
     if nt > 2 or depth > fit or (cluster > 1 and not gpu.clusters) or (cluster - 1) * share * COLUMNS >= k:
         return None
-    defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CTAS": ctas, "CLUSTER": cluster}
+    defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CTAS": 1, "CLUSTER": cluster}
     sums = (cluster > 1) * most * r * nt
-    amounts = _amounts(cluster, most * r * share, nt, r, warps, x, 0, sums, 1, ctas)
+    amounts = _amounts(cluster, most * r * share, nt, r, warps, x, 0, sums, 1, 1)
     shared = _alone(gpu, grid, cluster, depth * stage + fixed)
     return Launch(defines, "narrow", (grid, cluster, 1), warps * 32, shared, amounts)
 

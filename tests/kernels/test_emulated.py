@@ -39,7 +39,7 @@ def weight(name: str, n: int, k: int) -> Weight:
 CASES = (
     # narrow: all of x in shared memory, records dealt to warps
     ("nvfp4", 3, 160, 288, BF16, SMALL, {"DEPTH": 4, "WARPS": 8}),
-    ("nvfp4", 9, 72, 2304, F16, SMALL, {"DEPTH": 2, "R": 2, "WARPS": 8, "CTAS": 1}),
+    ("nvfp4", 9, 72, 2304, F16, SMALL, {"DEPTH": 2, "R": 2, "WARPS": 8}),
     ("nvfp4", 16, 48, 4352, BF16, SMALL, {"DEPTH": 2, "CLUSTER": 2, "R": 2, "WARPS": 8}),
     ("nvfp4", 2, 400, 640, BF16, SMALL, {"WARPS": 3, "DEPTH": 1}),
     ("nvfp4", 8, 900, 400, BF16, Gpu(9, 227 << 10, True), {"DEPTH": 4, "CLUSTER": 4, "WARPS": 4}),
