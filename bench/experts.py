@@ -111,7 +111,7 @@ class Stored:
         case = self.case
         gates = [random_weight("bf16", n, case.h) for n in (case.e, 1)]
         shared = [random_weight("nvfp4", *shape) for shape in [(case.i, case.h)] * 2 + [(case.h, case.i)]]
-        return *gates, shared, 1 + torch.rand(case.h, device=common.DEVICE).bfloat16()
+        return *gates, shared, 1 + torch.rand(case.h, device=common.DEVICE)
 
     @cached_property
     def blocks(self) -> list[Block]:

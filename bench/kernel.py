@@ -364,12 +364,12 @@ def select(regex: str, odd: bool) -> list[Dense]:
     return found
 
 
-def stored_rows(path: Path, op: str, format: str) -> list[Row]:
+def stored_rows(path: Path, op: str, format: str, has: str = "of_floor") -> list[Row]:
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as e:
         raise UserError(f"--read {path}: {one_line(e)}") from None
-    mine = [r for r in rows if r.get("op") == op and r.get("format") == format and "of_floor" in r]
+    mine = [r for r in rows if r.get("op") == op and r.get("format") == format and has in r]
     if not mine:
         raise UserError(f"--read {path}: no line of it is a measurement of {op} in {format} by this benchmark")
     return mine

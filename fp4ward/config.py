@@ -39,7 +39,8 @@ class EngineConfig:
     one step (a longer prompt is computed in chunks). block_size: tokens of one page of the KV cache.
     kv_cache_memory_bytes: size of the cache, None lets the engine choose. kernel: "op=name[,name]", the kernels that an
     operation may use. load_format: of LOAD_FORMATS; "dummy" reads no weights but draws them (checkpoint.dummy), by
-    headers or, without any, by JSON alone. seed: of requests that bring none, and of dummy weights.
+    headers or, without any, by JSON alone. seed: of requests that bring none, and of dummy weights. enforce_eager: no
+    CUDA graphs.
     """
 
     model: str
@@ -55,6 +56,7 @@ class EngineConfig:
     kernel: Sequence[str] = ()
     load_format: str = "auto"
     seed: int = 0
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -73,6 +75,8 @@ class EngineConfig:
                 _positive(name, getattr(self, name))
         if isinstance(self.kernel, str) or not all(isinstance(one, str) for one in self.kernel):
             raise UserError(f"kernel={self.kernel!r}: a list of texts such as 'experts=reference_experts' is expected")
+        if not isinstance(self.enforce_eager, bool):
+            raise UserError(f"enforce_eager={self.enforce_eager!r}: true or false is expected")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed!r}: a whole number from 0 to 2^63-1 is expected")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -180,6 +180,7 @@ def _engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()
     add("--kv-cache-memory-bytes", _size, "SIZE", "such as 4GiB (what the sequences need)")
     add("--load-format", str, "FORMAT", f"{', '.join(LOAD_FORMATS)}: random, config.json is enough")
     add("--revision", str, "NAME", "branch, tag or commit of a Hugging Face name")
+    group.add_argument("--enforce-eager", action="store_const", const=True, help="no CUDA graphs")
     group.add_argument(
         "--kernel", action="append", metavar="OP=NAME[,NAME]", help="allow these kernels only; may be repeated"
     )

@@ -16,9 +16,8 @@ from fp4ward.pieces import Pieces
 # Taken before any tensor: a CUDA context with its libraries, or an interpreter with torch. Assumed, not measured.
 RESERVED = {False: int(0.6 * GIB), True: int(0.35 * GIB)}
 KV_ITEM = {"fp8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
-# What the engine does not do yet, so what it costs: bytes of captured CUDA graphs, and recurrent states of past prompts
-# that a prefix cache keeps. Both are lines of the account, there to be filled.
-GRAPHS, CHECKPOINTS = 0, 0
+GRAPHS = 1 << 28  # captured decoding steps and their activations; assumed, not measured
+CHECKPOINTS = 0  # recurrent states of past prompts that a prefix cache keeps: there is none yet
 DECODE_BLOCK = 3 * 4 << 23  # the reference decodes blocks of 2^23 weights to f32, with two temporaries
 
 

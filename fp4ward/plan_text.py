@@ -46,6 +46,7 @@ def render(plan: Plan) -> str:
 def _memory(plan: Plan) -> list[str]:
     m, config = plan.memory, plan.config
     where = f"memory of rank {m.rank}, which has the least room" if len(m.weights) > 1 else "memory"
+    graphs = f"decoding of up to {plan.graphs} sequences" if plan.graphs else "none"
     second = f"second layout of weights, for {', '.join(plan.copied_for)}; prompts read the stored one"
     rows = [
         ("weights", m.weights[m.rank] - m.copied),
@@ -53,7 +54,7 @@ def _memory(plan: Plan) -> list[str]:
         (f"recurrent state ({config.max_num_seqs} sequences)", m.slots),
         (f"KV cache ({m.pages} pages of {m.block} tokens)", m.pages * m.page),
         (f"checkpoints of recurrent state (no prefix cache yet; one takes {m.slot / 2**20:.1f} MiB)", m.checkpoints),
-        *([] if plan.hardware.cpu else [("CUDA graphs (none are captured yet)", m.graphs)]),
+        *([] if plan.hardware.cpu else [(f"CUDA graphs ({graphs})", m.graphs)]),
         (f"scratch of a step ({config.max_num_batched_tokens} tokens)", m.scratch),
         ("reserved for the driver" if not plan.hardware.cpu else "reserved for Python and torch", m.reserved),
         ("left", m.free - m.scratch),

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from fp4ward.formats.formats import NVFP4
 from fp4ward.formats.weight import Weight, concat
-from fp4ward.kernels import cuda_linear, norm, nvrtc
+from fp4ward.kernels import cuda_linear, cuda_norm, norm, nvrtc
 from fp4ward.kernels.cuda_linear import COLUMNS, DTYPES, H200, RECORD, ROWS, Gpu, Launch, gpu_here, gpu_of
 from fp4ward.kernels.experts import Router
 from fp4ward.kernels.nvrtc import Source
@@ -420,9 +420,15 @@ def prepare_block(*weights: Weight) -> Block:
 
 
 def block(x_TH: Tensor, w: Block, norm_H: Tensor, eps: float, router: Router) -> Tensor:
-    """experts.block for all experts on one rank: norm, one product with all gates, and `routed`, which adds x."""
-    n, count = norm.rms_norm(x_TH, norm_H, eps), w.experts.shape[0] - w.experts.shared
-    logits = functional.linear(n, w.gates)
+    """experts.block for all experts on one rank: norm, one product with all gates, and `routed`, which adds x. Norm and
+    product are one launch for few tokens, with logits in f32. norm_H: in f32, or torch's norm is taken."""
+    (tokens, hidden), count, ours = x_TH.shape, w.experts.shape[0] - w.experts.shared, norm_H.dtype == torch.float32
+    few = tokens <= cuda_norm.MAX_TOKENS and hidden <= cuda_norm.MAX_HIDDEN
+    if ours and few and w.gates.dtype == x_TH.dtype:
+        n, logits = cuda_norm.rms_norm_gates(x_TH, norm_H, eps, w.gates)
+    else:
+        n = (cuda_norm if ours else norm).rms_norm(x_TH, norm_H, eps)
+        logits = functional.linear(n, w.gates)
     return routed(n, w.experts, logits[:, :count], router, logits[:, count], x_TH)
 
 

@@ -34,7 +34,8 @@ import torch
 from fp4ward.errors import UserError, one_line
 
 HERE = Path(__file__).parent
-HOLDERS = ("cuda_linear", "cuda_experts")  # modules here whose sources(sm) are all that the engine may launch on an SM
+# Modules here whose sources(sm) are all that the engine may launch on an SM
+HOLDERS = ("cuda_linear", "cuda_experts", "cuda_norm", "cuda_gated_delta", "cuda_attention")
 TARGETS = (80, 86, 89, 90, 100, 103, 120)  # every SM that the kernels are compiled for in the tests
 FLAGS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
 folder: Path | None = None  # of the cache; None is ~/.cache/fp4ward. The command line sets it

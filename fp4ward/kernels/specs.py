@@ -91,8 +91,9 @@ class KernelSpec:
     takes its input as, "high" precision or a quantized format. memory: the share of the machine's bandwidth that it
     reaches. cuts: by tokens, the last one for all that are left. extra: bytes moved beside the stored ones, a weight
     and an element of the input. launches: of LAUNCH_US each (a second number: for every expert that is hit). f32:
-    multiplies in f32. routes: of experts; module has routed(x, *weights, logits, router), which chooses them, and a
-    whole block's `block` with its `prepare_block`."""
+    multiplies in f32. sizes: of heads that it is compiled for, () for any. captured: a CUDA graph may hold it, for it
+    looks at no values on the host. routes: of experts; module has routed(x, *weights, logits, router), which chooses
+    them, and a whole block's `block` with its `prepare_block`."""
 
     name: str
     op: str
@@ -115,6 +116,8 @@ class KernelSpec:
     one_type: bool = False
     launches: tuple[float, float] = (1, 0)
     f32: bool = False
+    sizes: tuple[int, ...] = ()
+    captured: bool = True
     routes: bool = False
 
     @property
@@ -172,11 +175,24 @@ SPECS: tuple[KernelSpec, ...] = (
         "reference_linear", "linear", tuple(FORMATS), "linear", REFERENCE, extra=(24, 8), launches=(12, 0), f32=True
     ),
     KernelSpec(
-        "reference_experts", "experts", tuple(FORMATS), "experts", REFERENCE, extra=(24, 0), launches=(10, 45), f32=True
+        "reference_experts", "experts", tuple(FORMATS), "experts", REFERENCE, extra=(24, 0), launches=(10, 45),
+        f32=True, captured=False,
     ),
     KernelSpec("reference_embedding", "embedding", tuple(FORMATS), "linear", REFERENCE, launches=(4, 0)),
-    KernelSpec("reference_attention", "attention", (), "attention", REFERENCE, launches=(12, 0), f32=True),
-    KernelSpec("reference_gated_delta", "gated_delta", (), "gated_delta", REFERENCE, launches=(30, 0), f32=True),
+    KernelSpec(
+        "cuda_attention", "attention", (), "cuda_attention", TESTED, function="attend", min_sm=80,
+        dtypes=(BF16, F16), tokens=(1, 64), sizes=(32, 64, 128, 256),
+    ),
+    KernelSpec(
+        "reference_attention", "attention", (), "attention", REFERENCE, launches=(12, 0), f32=True, captured=False
+    ),
+    KernelSpec(
+        "cuda_gated_delta", "gated_delta", (), "cuda_gated_delta", TESTED, function="mix", min_sm=80,
+        dtypes=(BF16, F16), tokens=(1, 64), sizes=(16, 32, 64, 128), f32=True,
+    ),
+    KernelSpec(
+        "reference_gated_delta", "gated_delta", (), "gated_delta", REFERENCE, launches=(30, 0), f32=True, captured=False
+    ),
 )  # fmt: skip
 
 
@@ -192,8 +208,8 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(f"{__package__}.{module}") is not None
 
 
-def unfit(spec: KernelSpec, layer: LayerDesc, hw: Hardware, dtype: str) -> str | None:
-    """Why `spec` cannot run `layer` with activations of `dtype` on `hw`; None if it can."""
+def unfit(spec: KernelSpec, layer: LayerDesc, hw: Hardware, dtype: str, kv: int = 2) -> str | None:
+    """Why `spec` cannot run `layer` with activations of `dtype` on `hw`; None if it can. kv: cache's bytes."""
     if spec.op != layer.op:
         return f"is a kernel for {spec.op}, not for {layer.op}"
     odd = next((f for f in layer.formats if f.name not in spec.formats), None)
@@ -212,6 +228,13 @@ def unfit(spec: KernelSpec, layer: LayerDesc, hw: Hardware, dtype: str) -> str |
         n, k = shape[-2:]
         if n % spec.n_div or k % spec.k_div:
             return f"needs N in multiples of {spec.n_div} and K of {spec.k_div}, a rank has {n} x {k}"
+    heads = {d for shape in layer.local for d in shape[1 if layer.op == "gated_delta" else 2 :]}
+    if strange := sorted(heads - set(spec.sizes)) if spec.sizes else []:
+        return f"is made for heads of {', '.join(map(str, spec.sizes))}, not of {strange[0]}"
+    if layer.op == "attention" and spec.sizes and kv > 2:
+        return f"reads a KV cache of 8 or 16 bits, not of {8 * kv}"
+    if layer.op == "attention" and spec.sizes and any(q > 16 * keys for q, keys, _ in layer.local):
+        return "serves up to 16 query heads with one key head"
     if spec.routes and (layer.top_k > MOST_CHOSEN or layer.shape[0] > 1024):
         return f"chooses up to {MOST_CHOSEN} of 1024 experts, not {layer.top_k} of {layer.shape[0]}"
     if spec.routes and max(layer.local[0][-2:]) > WIDEST:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fp4ward.kernels import attention
 from fp4ward.kernels.linear import wide
+from fp4ward.layers.basic import HeadNorm, Rope
+from fp4ward.layers.op import Op
 from fp4ward.layers.step import KvCache, Step
 from fp4ward.parallel.placement import OpTypes, S
 
@@ -32,3 +34,22 @@ class PagedAttention:
                 q_TND[seq.start : seq.stop], k, v, seq.first_position, self.scale
             )
         return out
+
+
+class FusedAttention:
+    """q with its gate [T, Nq*2*D], k, v [T, Nk*D] as projected -> what o_proj takes [T, Nq*D]: head norms, rotary
+    positions, cache, attention and gate in one operation where the plan has that; the model calls them one by one where
+    `binds` says no."""
+
+    def __init__(self, q_norm: HeadNorm, k_norm: HeadNorm, rope: Rope) -> None:
+        self.constants = (q_norm.weight.float(), k_norm.weight.float(), q_norm.eps, rope.freq.float())
+        self.op = Op(attention.attend)
+
+    def binds(self, tokens: int) -> bool:
+        return self.op.at(tokens).function == "attend"
+
+    def __call__(self, q_TQ: Tensor, k_TK: Tensor, v_TK: Tensor, step: Step, cache: KvCache) -> Tensor:
+        t, where = step.tables, (step.positions, step.cache_at)
+        assert t is not None
+        tables = (t.owner, t.pages, t.page_size, cache.k, cache.v, cache.k_scale, cache.v_scale)
+        return self.op.at(len(q_TQ)).kernel(q_TQ, k_TK, v_TK, *self.constants, *where, *tables)

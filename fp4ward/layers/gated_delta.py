@@ -8,6 +8,8 @@ from torch.nn import functional
 
 from fp4ward.kernels import gated_delta
 from fp4ward.kernels.linear import wide
+from fp4ward.layers.basic import GatedHeadNorm
+from fp4ward.layers.op import Op
 from fp4ward.layers.step import RecurrentState, Step
 from fp4ward.parallel.placement import OpTypes, S
 
@@ -63,3 +65,24 @@ class GatedDelta:
             k.repeat_interleave(repeat, 1),
             v.reshape(t, self.value_heads, self.dv),
         )
+
+
+class FusedDelta:
+    """qkv [T, C], z [T, Nv*Dv], a, b [T, Nv] as projected -> what out_proj takes [T, Nv*Dv]: the core, the norm of each
+    head and silu(z) in one operation where the plan has that; the model calls them one by one where `binds` says no."""
+
+    def __init__(self, delta: GatedDelta, norm: GatedHeadNorm) -> None:
+        numbers = (x.float() for x in (delta.conv, delta.minus_a, delta.dt_bias, norm.weight))
+        self.constants = (*numbers, norm.eps, delta.dk)
+        self.op = Op(delta)
+
+    def binds(self, tokens: int) -> bool:
+        return self.op.at(tokens).function == "mix"
+
+    def __call__(
+        self, qkv_TC: Tensor, z_TV: Tensor, a_TN: Tensor, b_TN: Tensor, step: Step, state: RecurrentState
+    ) -> Tensor:
+        t = step.tables
+        assert t is not None
+        moved = (t.starts, t.slots, state.conv, state.ssm)
+        return self.op.at(len(qkv_TC)).kernel(qkv_TC, z_TV, a_TN, b_TN, *self.constants, *moved)

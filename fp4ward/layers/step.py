@@ -22,12 +22,24 @@ class SequenceStep:
 
 
 @dataclass(frozen=True)
+class Tables:
+    """A step's sequences for kernels, int32 on the device. starts [B+1]: first row of each, and the end. slots [B].
+    owner [T]: each row's slot. pages [slots, P]: page p of a slot's sequence; a page has `page_size` tokens."""
+
+    starts: Tensor
+    slots: Tensor
+    owner: Tensor
+    pages: Tensor
+    page_size: int
+
+
+@dataclass(frozen=True)
 class Step:
     """A flat batch of T tokens. cache_at [T]: where the cache keeps each of them. logits_at [L]: rows to score.
 
     single_at, single_slots: row and recurrent slot of every sequence that has one token in this step (decoding), made
     once for all layers. Groups of ranks with requests of their own take equally many tokens: rows of no sequence are
-    padding, and the cache keeps them where no sequence looks.
+    padding, and the cache keeps them where no sequence looks. tables: on GPUs.
     """
 
     token_ids: Tensor
@@ -37,6 +49,7 @@ class Step:
     sequences: tuple[SequenceStep, ...]
     single_at: Tensor
     single_slots: Tensor
+    tables: Tables | None = None
 
 
 @dataclass

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp4ward.facts.qwen3_5 import MOE_BLOCK, Config, weights
+from fp4ward.facts.qwen3_5 import MOE_BLOCK, RECURRENT, Config, weights
 from fp4ward.formats.weight import Weight
-from fp4ward.layers.attention import PagedAttention
+from fp4ward.layers.attention import FusedAttention, PagedAttention
 from fp4ward.layers.basic import Embedding, GatedHeadNorm, HeadNorm, MergeHeads, RMSNorm, Rope, Rows, SplitHeads
 from fp4ward.layers.experts import ExpertsBlock, RoutedExperts, router
-from fp4ward.layers.gated_delta import GatedDelta
+from fp4ward.layers.gated_delta import FusedDelta, GatedDelta
 from fp4ward.layers.linear import Linear
 from fp4ward.layers.op import Op
 from fp4ward.layers.step import KvCache, RecurrentState, Step
@@ -88,11 +88,14 @@ class GatedAttention:
         self.rope = Rope(cfg.rotary_dim, cfg.rope_theta, parts.dtype, device)
         self.attention = PagedAttention(cfg.head_dim)
         self.pairs, self.heads, self.merge = SplitHeads(2 * cfg.head_dim), SplitHeads(cfg.head_dim), MergeHeads()
+        self.fused = FusedAttention(self.q_norm, self.k_norm, self.rope)
 
     def __call__(self, x_TH: Tensor, step: Step, cache: KvCache) -> Tensor:
-        q, gate = self.pairs(self.q_proj(x_TH)).split(self.head_dim, dim=-1)
-        k = self.k_norm(self.heads(self.k_proj(x_TH)))
-        v = self.heads(self.v_proj(x_TH))
+        pairs, k, v = self.q_proj(x_TH), self.k_proj(x_TH), self.v_proj(x_TH)
+        if self.fused.binds(len(x_TH)):
+            return self.o_proj(self.fused(pairs, k, v, step, cache))
+        q, gate = self.pairs(pairs).split(self.head_dim, dim=-1)
+        k, v = self.k_norm(self.heads(k)), self.heads(v)
         q = self.rope(self.q_norm(q), step.positions)
         k = self.rope(k, step.positions)
         out = self.attention(q, k, v, step, cache)
@@ -118,10 +121,14 @@ class GatedDeltaNet:
             cfg.linear_value_head_dim,
             parts.dtype,
         )
+        self.fused = FusedDelta(self.delta, self.norm)
 
     def __call__(self, x_TH: Tensor, step: Step, state: RecurrentState) -> Tensor:
-        o = self.delta(self.in_proj_qkv(x_TH), self.in_proj_a(x_TH), self.in_proj_b(x_TH), step, state)
-        return self.out_proj(self.merge(self.norm(o, self.heads(self.in_proj_z(x_TH)))))
+        qkv, z, a, b = self.in_proj_qkv(x_TH), self.in_proj_z(x_TH), self.in_proj_a(x_TH), self.in_proj_b(x_TH)
+        if self.fused.binds(len(x_TH)):
+            return self.out_proj(self.fused(qkv, z, a, b, step, state))
+        o = self.delta(qkv, a, b, step, state)
+        return self.out_proj(self.merge(self.norm(o, self.heads(z))))
 
 
 class Mlp:
@@ -207,11 +214,13 @@ class Model:
 
     def _layer(self, parts: Parts, i: int, kind: str) -> Layer:
         p = f"layers.{i}."
-        mixer: Block
+        mixer: GatedAttention | GatedDeltaNet
         if kind == "full_attention":
             mixer = GatedAttention(parts, f"{p}self_attn.", self.device)
+            parts.ops[f"{p}attention"] = mixer.fused.op
         else:
             mixer = GatedDeltaNet(parts, f"{p}linear_attn.")
+            parts.ops[f"{p}{RECURRENT}"] = mixer.fused.op
         norm, post_norm = parts.norm(f"{p}input_layernorm"), parts.norm(f"{p}post_attention_layernorm")
         if not parts.cfg.num_experts:
             return Layer(norm, mixer, post_norm, Mlp(parts, f"{p}mlp."), None)

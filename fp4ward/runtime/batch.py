@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from fp4ward.layers.step import SequenceStep, Step
+from fp4ward.layers.step import SequenceStep, Step, Tables
 from fp4ward.runtime.scheduler import Work
 
 
-def flatten(work: Sequence[Work], page_size: int, device: torch.device, all_logits: Sequence[bool]) -> Step:
+def flatten(
+    work: Sequence[Work], page_size: int, device: torch.device, all_logits: Sequence[bool], table: Tensor | None = None
+) -> Step:
     """The step for `work`. Logits are wanted of a sequence's last token when it completes what is known of the
-    sequence, and of every token where all_logits says so."""
+    sequence, and of every token where all_logits says so. table: State's pages, for kernels."""
     ids: list[int] = []
     positions: list[int] = []
     logits_at: list[int] = []
@@ -44,4 +47,20 @@ def flatten(work: Sequence[Work], page_size: int, device: torch.device, all_logi
         sequences=tuple(sequences),
         single_at=torch.tensor([s.start for s in single], dtype=torch.long, device=device),
         single_slots=torch.tensor([s.slot for s in single], dtype=torch.long, device=device),
+        tables=None if table is None else _tables(sequences, page_size, table[:, : width(work)]),
     )
+
+
+def width(work: Sequence[Work]) -> int:
+    """Columns of the page table that a step's kernels look at: as many as its longest sequence has pages, or up to
+    twice as many, so that few numbers occur."""
+    return 1 << (max(len(w.request.pages) for w in work) - 1).bit_length()
+
+
+def _tables(sequences: Sequence[SequenceStep], page_size: int, pages: Tensor) -> Tables:
+    slots, counts = [s.slot for s in sequences], [s.stop - s.start for s in sequences]
+    owner = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
+    numbers = [*(s.start for s in sequences), len(owner), *slots, *owner]
+    whole = torch.tensor(numbers, dtype=torch.int32).to(pages.device)
+    starts, of, rows = whole.split([len(slots) + 1, len(slots), len(owner)])
+    return Tables(starts, of, rows, pages, page_size)

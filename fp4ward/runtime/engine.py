@@ -54,8 +54,9 @@ class Engine:
             kv_dtype=config.kv_cache_dtype,
             device=model.device,
             kv_scales=kv_scales,
+            length=length,
         )
-        self.runner = Runner(model, state)
+        self.runner = Runner(model, state, plan.graphs)
         self.scheduler = Scheduler(self.limits, Pool(count), Pool(slots))
         self._count = 0
 

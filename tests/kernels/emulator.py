@@ -32,9 +32,10 @@ PTX: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
     ("wgmma", lambda o: "(void)0"),
     ("fence.proxy", lambda o: "(void)0"),
     ('asm volatile("" :', lambda o: "(void)0"),
+    ("bulk.prefetch", lambda o: f"prefetched({o[0]}, {o[1]})"),
     ("createpolicy", lambda o: f"{o[0]} = 0"),
     ("cp.async.cg.shared.global.L2", lambda o: f"copy({o[0]}, {o[1]}, 16, 16)"),
-    ("[%1], %2", lambda o: f"copy({o[0]}, {o[1]}, {o[2]}, {o[2]})"),
+    ("[%0], [%1], %2", lambda o: f"copy({o[0]}, {o[1]}, {o[2]}, {o[2]})"),
     ("cp.async.cg", lambda o: f"copy({o[0]}, {o[1]}, 16, {o[2] if len(o) > 2 else 16})"),
     ("], 4, %2;", lambda o: f"copy({o[0]}, {o[1]}, 4, {o[2]})"),
     ("commit_group", lambda o: "emulated_commit()"),
@@ -50,13 +51,19 @@ PTX: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
     ("cvt.f32.f16", lambda o: f"{o[0]} = widened({o[1]}, true)"),
     ("cvt.rn.f16.f32", lambda o: f"{o[0]} = narrowed({o[1]}, true)"),
     ("cvt.rn.bf16.f32", lambda o: f"{o[0]} = narrowed({o[1]}, false)"),
+    ("cvt.rn.f16x2.f32", lambda o: f"{o[0]} = narrowed({o[2]}, true) | narrowed({o[1]}, true) << 16"),
+    ("cvt.rn.bf16x2.f32", lambda o: f"{o[0]} = narrowed({o[2]}, false) | narrowed({o[1]}, false) << 16"),
+    ("ex2.approx", lambda o: f"{o[0]} = exp2f({o[1]})"),
+    ("cvt.rn.f16x2.e4m3x2", lambda o: "(void)0"),  # only where __CUDA_ARCH__ says so
     ("bar.sync", lambda o: f"meet(me->cta->bars[{o[0]}], {o[1]})"),
     ("mma.sync", lambda o: "emulated_mma(c, a, b0, b1)"),
     ("aligned;\\nbarrier", lambda o: "emulated_arrive(), emulated_wait()"),
     ("barrier.cluster.arrive", lambda o: "emulated_arrive()"),
     ("barrier.cluster.wait", lambda o: "emulated_wait()"),
     ("mapa", lambda o: f"{o[0]} = {o[1]} | {o[2]} << 24"),
-    ("st.async", lambda o: f"shared_to({o[0]}, {{{', '.join(o[1:5])}}}, {o[5]})"),
+    ("bytes.f32", lambda o: f"shared_to({o[0]}, {o[1]}, {o[2]})"),
+    ("st.async", lambda o: f"shared_to({o[0]}, float4{{{', '.join(o[1:5])}}}, {o[5]})"),
+    ('"fence.mbarrier_init', lambda o: "(void)0"),
     ("mbarrier.init", lambda o: f"me->cta->owed[{o[0]}] = 0"),
     ("mbarrier.arrive.expect_tx", lambda o: f"me->cta->owed[{o[0]}] += {o[1]}"),
     ("mbarrier.try_wait", lambda o: f"yield(), {o[0]} = me->cta->owed[{o[1]}] == 0"),
@@ -135,15 +142,15 @@ void emulated_arrive() {
   if (++b.arrived == (int)(all.size() * all[0].fibers.size())) b.arrived = 0, b.round++;
 }
 void emulated_wait() { while (me->cta->cluster->bar.round == me->round) yield(); }
-char *far(unsigned at) {  // 16 bytes of another block of the cluster, which `mapa` named
+char *far(unsigned at, int bytes = 16) {  // of another block of the cluster, which `mapa` named
   std::vector<char> &memory = me->cta->cluster->ctas[at >> 24].memory;
-  if (at % 16 || (at & 0xFFFFFF) + 16 > memory.size()) fault("a cluster's memory: misaligned or beyond its end");
+  if (at % bytes || (at & 0xFFFFFF) + bytes > memory.size()) fault("a cluster's memory: misaligned or beyond its end");
   return memory.data() + (at & 0xFFFFFF);
 }
 void shared_of(unsigned at, void *to) { memcpy(to, far(at), 16); }
-void shared_to(unsigned at, float4 v, unsigned told) {
-  memcpy(far(at), &v, 16);
-  me->cta->cluster->ctas[told >> 24].owed.at(told & 0xFFFFFF) -= 16;
+template <typename T> void shared_to(unsigned at, T v, unsigned told) {
+  memcpy(far(at, sizeof(T)), &v, sizeof(T));
+  me->cta->cluster->ctas[told >> 24].owed.at(told & 0xFFFFFF) -= sizeof(T);
 }
 Warp &warp_of() { return me->cta->warps[me->index.x >> 5]; }
 uint64_t *told(uint64_t v) {  // what every lane says
@@ -179,6 +186,7 @@ template <typename T> T heard(T mine, int lane) {
   return mine;
 }
 template <typename T> T __shfl_xor_sync(unsigned, T v, int by) { return heard(v, (me->index.x & 31) ^ by); }
+template <typename T> T __shfl_sync(unsigned, T v, int from) { return heard(v, from); }
 template <typename T> T __shfl_up_sync(unsigned, T v, int by) { return heard(v, (me->index.x & 31) - by); }
 void __threadfence() {}
 int atomicAdd(int *p, int v) { const int old = *p; *p += v; return old; }
@@ -190,6 +198,8 @@ int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }
 float __expf(float v) { return expf(v); }
 float __fdividef(float a, float b) { return a / b; }
+void sincospif(float v, float *s, float *c) { *s = sin(M_PI * v), *c = cos(M_PI * v); }
+float rsqrtf(float v) { return 1 / sqrtf(v); }
 float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
 unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return ((uint64_t)high << 32 | low) >> (by & 31); }
@@ -209,6 +219,11 @@ void readable(const void *p, int bytes) {
   for (auto [begin, end] : tensors) if ((const char *)p >= begin && (const char *)p + bytes <= end) return;
   fault("memory: outside of every tensor");
 }
+void prefetched(const void *from, int bytes) {
+  if (bytes % 16 || (uintptr_t)from % 16) fault("a prefetch: misaligned");
+  readable(from, 16), readable((const char *)from + bytes - 16, 16);
+}
+template <typename T> T __ldcg(const T *at) { readable(at, sizeof(T)); return *at; }
 void global(const void *at, void *to, int bytes) { readable(at, bytes); memcpy(to, at, bytes); }
 void copy(unsigned to, const void *from, int bytes, int live) {
   inside(to, bytes);
@@ -282,14 +297,14 @@ extern "C" void run(const uint64_t *arguments, const int *grid, int threads, int
   given = arguments, gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
   tensors.clear();
   for (int i = 0; i < count; i++) tensors.push_back({ranges[2 * i], ranges[2 * i + 1]});
-  for (int x = 0; x < grid[0]; x++)
+  for (int i = 0; i < grid[0] * grid[2]; i++)
     for (int y = 0; y < grid[1]; y += CLUSTER) {
       Cluster cluster;
       cluster.ctas.resize(CLUSTER);
       for (int r = 0; r < CLUSTER; r++) {
         Cta &cta = cluster.ctas[r];
-        cta.memory.assign(bytes, (char)0xFF), cta.warps.resize((threads + 31) / 32), cta.index = {x, y + r, 0};
-        cta.cluster = &cluster, cta.fibers.resize(threads);
+        cta.memory.assign(bytes, (char)0xFF), cta.warps.resize((threads + 31) / 32);
+        cta.index = {i % grid[0], y + r, i / grid[0]}, cta.cluster = &cluster, cta.fibers.resize(threads);
         for (int i = 0; i < threads; i++) {
           Fiber &f = cta.fibers[i];
           f.stack.reset(new char[96 << 10]), f.index = {i, 0, 0}, f.cta = &cta;

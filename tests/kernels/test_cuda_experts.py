@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp4ward.formats.formats import BF16, NVFP4
 from fp4ward.formats.weight import Weight, part_shapes
-from fp4ward.kernels import cuda_experts, experts, nvrtc
+from fp4ward.kernels import cuda_experts, cuda_norm, experts, nvrtc
 from fp4ward.kernels.cuda_experts import Prepared, Routing, choose, expert_map, prepare, restore, route, run
 from fp4ward.kernels.cuda_linear import H200, Gpu, gpu_of
 from fp4ward.kernels.experts import Router
@@ -33,6 +33,7 @@ def seeded(request, monkeypatch):
         monkeypatch.setattr(nvrtc, "kernel", emulator.kernels(request.config.cache.mkdir("emulator")))
         monkeypatch.setattr(cuda_experts, "gpu_here", lambda device: SMALL)
         cuda_experts._plan.cache_clear()
+        cuda_norm._launch.cache_clear()
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -393,19 +394,29 @@ def whole(e: int, i: int, h: int, wide: int = 1):
     """What experts.block takes after x, its router's logits far from ties; and the same prepared."""
     weights, shared = block(e, i, h), [make(wide * i, h), make(wide * i, h), make(h, wide * i)]
     gate, shared_gate = (Weight(BF16, {"data": steady(n, h) * (8 / h) ** 0.5}) for n in (e, 1))
-    norm = 1 + steady(1, h)[0] / 8
+    norm = (1 + steady(1, h)[0] / 8).float()
     return (norm, weights, gate, shared_gate, shared), cuda_experts.prepare_block(*weights, gate, shared_gate, *shared)
 
 
 def block_of_parts(x, parts, made, router):
-    """experts.block in float64 without x, but for what a bf16 engine has in bf16 whoever multiplies: norm, logits."""
+    """experts.block in float64 without x, but for what it has in bf16: the norm, and logits of many tokens."""
     norm, weights, gate, _, shared = parts
     n = rms_norm(x, norm, 1e-6)
-    logits = n @ made.gates.T
+    logits = n.double() @ made.gates.double().T if len(x) <= cuda_norm.MAX_TOKENS else n @ made.gates.T
     logits, own = logits[:, : gate.shape[0]], logits[:, gate.shape[0], None]
     routed = reference(n.double(), weights, *router(logits.double()))
     alone = [Weight(NVFP4, {name: part[None] for name, part in w.parts.items()}) for w in shared]
     return routed + reference(n.double(), alone, own.double().sigmoid(), torch.zeros_like(own, dtype=torch.long))
+
+
+@RUN
+def test_a_block_of_many_tokens_has_their_logits_in_their_type():
+    parts, made = whole(6, 32, 80)
+    x, router = steady(17, 80), Router(3)
+    want = block_of_parts(x, parts, made, router)
+    for weight in (parts[0], parts[0].bfloat16()):  # ours; torch's, of the same values
+        got = cuda_experts.block(x, made, weight, 1e-6, router).double()
+        assert (got - x.double() - want).norm() <= 1.5 * NORM_ERROR * want.norm()
 
 
 @RUN

@@ -213,14 +213,14 @@ def test_engine_flags_arrive_and_the_rest_stay_the_engines_own(scripted: type[Sc
     argv = words(
         "generate m p --dtype float64 --device cpu --kv-cache-dtype fp8 --max-model-len 99 --max-num-seqs 2 "
         "--max-num-batched-tokens 64 --block-size 8 --kv-cache-memory-bytes 1MiB --revision v1 "
-        "--kernel experts=reference_experts --load-format dummy"
+        "--kernel experts=reference_experts --load-format dummy --enforce-eager"
     )
     assert cli.main(argv) == 0
     assert scripted.made[0].model == "m"
     assert scripted.made[0].settings == {
         "dtype": "float64", "device": "cpu", "kv_cache_dtype": "fp8", "max_model_len": 99, "max_num_seqs": 2,
         "max_num_batched_tokens": 64, "block_size": 8, "kv_cache_memory_bytes": 1 << 20, "revision": "v1",
-        "kernel": ["experts=reference_experts"], "load_format": "dummy",
+        "kernel": ["experts=reference_experts"], "load_format": "dummy", "enforce_eager": True,
     }  # fmt: skip
     assert set(scripted.made[0].settings) == set(flags.ENGINE)
     assert set(flags.ENGINE) <= {f.name for f in dataclasses.fields(EngineConfig)}

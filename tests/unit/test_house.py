@@ -230,7 +230,7 @@ def test_nothing_from_a_checkpoint_is_run() -> None:
 
 # --- size -------------------------------------------------------------------------------------------------------------
 
-PACKAGE_LINES = 11_800  # of the engine; evals/ is a tool that uses it. Raised only with a reason in docs/LOG.md
+PACKAGE_LINES = 12_500  # of the engine; evals/ is a tool that uses it. Raised only with a reason in docs/LOG.md
 FILE_LINES = 500
 LONG_FILES = {"cli.py": "one short function a command, and nothing else may read the command line"}  # path -> reason
 

@@ -615,7 +615,7 @@ def test_pages_and_slots_are_those_that_the_engine_allocates(
     spec = qwen3_5.state_spec(subject("q35moe-w4a16-modelopt").cfg)
     made = State.allocate(
         spec, pages=3, page_size=16, slots=2, dtype=getattr(torch, dtype), kv_dtype=kv, device=torch.device("cpu"),
-        kv_scales={},
+        kv_scales={}, length=48,
     )  # fmt: skip
     held = sum(t.nbytes for layer in made.layers for t in vars(layer).values() if isinstance(t, torch.Tensor))
     assert held == 3 * memory.page_bytes(spec, 16, kv) + 2 * memory.slot_bytes(spec, dtype)
@@ -701,7 +701,7 @@ def test_a_layout_of_its_own_waits_where_it_takes_the_room(public: Callable[[str
     said = f"is {specs.NO_ROOM} (notice no-room)"
     assert dict(next(p for p in made.layers if p.layer.op == "experts").choice.rejected)[cuda] == said
     told = {n.where: n.text for n in made.notices if n.code == "no-room"}
-    said = f"{specs.NO_ROOM}: 17.10 GiB, where 8.20 are free for it and the cache; with these settings it does not fit"
+    said = f"{specs.NO_ROOM}: 17.10 GiB, where 7.95 are free for it and the cache; with these settings it does not fit"
     assert told == {cuda: f"{said} on this GPU"}  # the one that saves the least for its bytes waits
     asked = make(s, "RTX-5090", kernel=[f"experts={cuda},triton_w4a16_experts"])
     assert asked.failures[0].startswith("RTX-5090 has room for 30.7 GiB, weights take 3")
@@ -850,3 +850,11 @@ def test_the_command(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFi
 def test_nothing_is_planned_for_a_folder_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tmp_path), "--gpu", "cpu"]) == 2
     assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_the_attention_kernel_waits_where_it_cannot_read_the_cache(public: Callable[[str], Subject]) -> None:
+    s = public("nvidia/Qwen3.6-35B-A3B-NVFP4")
+    for kv, graphs in (("bf16", 16), ("fp8", 16), ("f32", 0)):
+        made = make(s, kv_cache_dtype=kv)
+        assert ("cuda_attention" in kernels(made, "attention")) == bool(graphs) and made.graphs == graphs
+    assert make(s, enforce_eager=True).graphs == make(s, "cpu").graphs == make(s, layout=Layout(2)).graphs == 0
