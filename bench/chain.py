@@ -6,8 +6,9 @@ bench/kernel.py times one shape after itself. In a model each kernel follows ano
 programmatic dependent launch meets the blocks of that one still there. For the NVFP4 products of a layer (joined as
 tests/cases.py has them), captured in a CUDA graph layer after layer over as many copies of the weights as overflow the
 L2 cache: microseconds of a layer; the sum of its products alone, each after itself; and the layer with an RMS norm
-before its first and third product, by our kernel and by torch's. All graphs of a layer are replayed in turn, there and
-back. Without a GPU the exit code is 2.
+before its first and third product, by our kernel and by torch's. Where the model has experts also what its router adds,
+up to 16 tokens: norm and product with all gates in one launch of ours, or in torch's two, ahead of one such product.
+All graphs of a layer are replayed in turn, there and back. Without a GPU the exit code is 2.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ LAYERS = {
     "27B TP 8": ((2048, 5120), (5120, 768), (4352, 5120), (5120, 2176)),
     "397B-A17B": ((20480, 4096), (4096, 8192), (2048, 4096), (4096, 1024)),
 }
+GATES = {"35B-A3B": 264, "397B-A17B": 520}  # rows of the router's product, padded
 
 
 def torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,6 +61,16 @@ def layer(weights: Sequence[Prepared], inputs: Sequence[Tensor], gains: Sequence
         cuda_linear.linear(x if norm is None or i % 2 else norm(x, gains[i], EPS), w)
 
 
+def router(key: str, x: Tensor, gain: Tensor, gates: Tensor, w: Prepared) -> None:
+    """Ahead of a product of n."""
+    if key == "cuda":
+        n, _ = cuda_norm.rms_norm_gates(x, gain, EPS, gates)
+    else:
+        n = torch_norm(x, gain, EPS)
+        functional.linear(n, gates)
+    cuda_linear.linear(n, w)
+
+
 def measure(name: str, tokens: int) -> Row:
     shapes = LAYERS[name]
     made = [cuda_linear.prepare(random_weight("nvfp4", n, k)) for n, k in shapes]
@@ -71,20 +83,30 @@ def measure(name: str, tokens: int) -> Row:
     calls = {f"{key}_us": [partial(layer, one, x, gains, norm) for one in sets] for key, norm in NORMS.items()}
     for i, (n, k) in enumerate(shapes):
         calls[f"{n}x{k}"] = [partial(cuda_linear.linear, x[i], one[i]) for one in sets]
+    if name in GATES and tokens <= cuda_norm.MAX_TOKENS:
+        gates = [torch.randn(GATES[name], shapes[0][1], device=common.DEVICE).bfloat16() for _ in sets]
+        for key in ("cuda", "torch"):
+            calls[f"router_{key}_us"] = [
+                partial(router, key, x[0], gains[0], g, one[2]) for g, one in zip(gates, sets, strict=True)
+            ]
     for own in calls.values():
         own[0]()
     graphs = {key: capture(own, max(count, 1 if key.endswith("us") else 3 * count)) for key, own in calls.items()}
     times = {key: us for key, (us, _) in abba(graphs, 5).items()}
+    for key in [key for key in times if key.startswith("router")]:  # what it adds
+        times[key] -= times["{}x{}".format(*shapes[2])]
     alone = sum(times.pop(f"{n}x{k}") for n, k in shapes)
     return {"op": "layer", "format": "nvfp4", "layer": name, "tokens": tokens, "alone_us": alone, **times}
 
 
 def show(rows: Sequence[Row]) -> None:
     table = Table(title="products of a layer in a row, us; over the sum of them alone; a norm more, us (each of two)")
-    for title in ("layer", "tokens", "alone", "in a row", "ratio", "cuda norm", "torch norm"):
+    norms = ("cuda norm", "torch norm", "cuda router", "torch router")
+    for title in ("layer", "tokens", "alone", "in a row", "ratio", *norms):
         table.add_column(title, justify="right" if title != "layer" else "left")
     for r in rows:
         extra = [f"{(r[f'{key}_us'] - r['layer_us']) / 2:.1f}" for key in ("cuda", "torch")]
+        extra += [f"{r[key]:.1f}" if (key := f"router_{name}_us") in r else "" for name in ("cuda", "torch")]
         ratio = f"{r['layer_us'] / r['alone_us']:.2f}"
         table.add_row(r["layer"], str(r["tokens"]), f"{r['alone_us']:.1f}", f"{r['layer_us']:.1f}", ratio, *extra)
     Console(width=110, highlight=False).print(table)

@@ -84,7 +84,7 @@ def measure(cut: Pieces, hw: Hardware, config: EngineConfig, copied: int) -> Mem
         page = page_bytes(spec, config.block_size, config.kv_cache_dtype)
         slot, free = slot_bytes(spec, config.dtype), hw.memory - reserved - own
         slots = config.max_num_seqs * slot
-        graphs, checkpoints = 0 if hw.cpu else GRAPHS, CHECKPOINTS * slot
+        graphs, checkpoints = 0 if hw.cpu or config.enforce_eager else GRAPHS, CHECKPOINTS * slot
         count, cache = pages(spec, config, free, scratch + graphs + checkpoints)
         free -= slots + count * page + graphs + checkpoints
         context = min(config.max_model_len, count * config.block_size)

@@ -70,7 +70,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _speed(plan: Plan) -> list[str]:
-    apart = "norms are not counted" if plan.hardware.cpu else "most of a small step is not-counted: see notices"
+    apart = "norms are not counted" if plan.hardware.cpu else "a part is not-counted: see notices"
     lines = [f"limits of a step (decode after {CONTEXT} tokens each; {apart})"]
     lacking = any(not k.kernel.module for p in plan.layers for k in p.choice.picks)
     for i, regime in enumerate(plan.regimes):
@@ -181,7 +181,8 @@ def record(plan: Plan) -> dict[str, Any]:
         "model": plan.subject.name, "tensors_seen": plan.subject.seen,
         "hardware": asdict(plan.hardware) | {"summary": plan.hardware.summary},
         "layout": asdict(plan.options.layout), "replicate": plan.options.replicate, "engine": asdict(plan.config),
-        "memory": asdict(plan.memory) | {"copied_for": plan.copied_for}, "steps": steps, "layers": layers,
+        "memory": asdict(plan.memory) | {"copied_for": plan.copied_for}, "captured_sequences": plan.graphs,
+        "steps": steps, "layers": layers,
         "notices": [asdict(n) for n in plan.told], "failures": plan.failures,
     }  # fmt: skip
 

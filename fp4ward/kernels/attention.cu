@@ -25,7 +25,6 @@
 #define W4 1
 #include "mma.cuh"
 
-constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr int THREADS = WARPS * 32, KEYS = 16, NT = (R + 7) / 8, SIZE = CACHE == 2 ? 1 : 2;
 constexpr int BYTES = D * SIZE, CHUNKS = BYTES / 16, TILE = KEYS * BYTES;  // of a row; bytes of half a tile
 constexpr int LANES = D / 8;                                               // that have 8 elements each
@@ -47,12 +46,6 @@ template <bool F16> __device__ __forceinline__ float number(u32 v) {
   if (F16) asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(u16(v)));
   else f = __uint_as_float(v << 16);
   return f;
-}
-template <bool F16> __device__ __forceinline__ u32 pair(float low, float high) {
-  u32 v;
-  if (F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
 }
 template <bool FROM, bool TO> __device__ __forceinline__ uint4 as(const uint4 &v) {
   u32 to[4] = {v.x, v.y, v.z, v.w};

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp4ward.kernels import nvrtc
-from fp4ward.kernels.cuda_linear import DTYPES, H200, Gpu, _alone, gpu_here, gpu_of
+from fp4ward.kernels.cuda_linear import DTYPES, H200, Gpu, alone, gpu_here, gpu_of, rows
 from fp4ward.kernels.nvrtc import Source
 
 FILE = "attention.cu"
@@ -71,7 +71,7 @@ def _plan(
     defines = dict(source.defines)
     cluster = int(defines["CLUSTER"])
     most = min(-(-positions // (TILE * way.span * cluster)), max(1, way.most // (key_heads * cluster)))
-    shared = _alone(gpu, tokens * key_heads * most, cluster, _size(int(defines["DEPTH"]), d, repeat, cache))
+    shared = alone(gpu, tokens * key_heads * most, cluster, _size(int(defines["DEPTH"]), d, repeat, cache))
     grid = (tokens * key_heads, most * cluster, 1)
     return nvrtc.kernel(source, device), grid, shared, most, tokens * key_heads * most * repeat * d // 2
 
@@ -79,14 +79,6 @@ def _plan(
 @functools.cache
 def _tickets(device: torch.device) -> Tensor:
     return torch.zeros(TICKETS, dtype=torch.int32, device=device)
-
-
-def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """x as the kernel reads it, and its pitch."""
-    pitch = x.stride(0) if len(x) > 1 else x.shape[1]  # the stride of a dimension of one means nothing
-    if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format), x.shape[1]
-    return x, pitch
 
 
 def attend(
@@ -121,7 +113,7 @@ def attend(
     out = torch.empty(tokens, repeat * width, dtype=dtype, device=q_TQ.device)
     if tokens == 0:
         return out
-    (q, q_pitch), (k, k_pitch), (v, v_pitch) = _rows(q_TQ), _rows(k_TK), _rows(v_TK)
+    (q, q_pitch), (k, k_pitch), (v, v_pitch) = rows(q_TQ), rows(k_TK), rows(v_TK)
     cache, positions = CACHES[cache_k.dtype], pages_BP.shape[1] * page_size
     kernel, grid, shared, most, quads = _plan(
         tokens, key_heads, repeat, d, positions, dtype == torch.float16, cache, q.device, way

@@ -194,8 +194,8 @@ def _launch(
     if window < 1 or window * buffers > fit or (own and window < met):
         return None
     shared = fixed + buffers * window * x
-    if warps < 16:  # else registers see to it that a multiprocessor holds only its share, as cuda_linear._alone has it
-        shared = max(shared, gpu.room // (ctas + 1) + 1)
+    if warps < 16:  # else registers see to it
+        shared = cuda_linear.alone(gpu, grid, 1, shared)
     records = (units // grid + 1) * bound if own else window * units  # units, of a window
     if max(bound * units * max(units, grid), records * steps * steps, pairs * top_k) >= 1 << 32:
         return None  # more than `divided` divides exactly
@@ -358,12 +358,9 @@ def run(
     if tokens == 0 or k == 0:
         return y.zero_() if residual_TH is None else y.copy_(residual_TH)
     assert residual_TH is None or (residual_TH.shape == x_TH.shape and residual_TH.dtype == x_TH.dtype)
-    x, residual = x_TH, None if residual_TH is None else residual_TH.contiguous()
+    (x, pitch), residual = cuda_linear.rows(x_TH), None if residual_TH is None else residual_TH.contiguous()
     if residual is not None and residual.data_ptr() % 8:
         residual = residual.clone()
-    pitch = x.stride(0) if tokens > 1 else hidden
-    if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:
-        x, pitch = x.clone(memory_format=torch.contiguous_format), hidden
     plan, first, second = _planned(w, tokens, k, x.dtype, x.device, up, down)
     h = torch.empty(tokens * k, width, dtype=x.dtype, device=x.device)
     a, b = plan.up, plan.down

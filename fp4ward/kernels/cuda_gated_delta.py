@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4ward.kernels import nvrtc
-from fp4ward.kernels.cuda_linear import DTYPES, H200, Gpu, gpu_here, gpu_of
+from fp4ward.kernels.cuda_linear import DTYPES, H200, Gpu, alone, gpu_here, gpu_of
 from fp4ward.kernels.nvrtc import Source
 
 FILE = "gated_delta.cu"
@@ -34,8 +34,8 @@ class Cut(NamedTuple):
 
 
 def cut(repeat: int, dk: int, dv: int, gpu: Gpu, cluster: int = 8, rows: int = 4) -> Cut:
-    """cluster: CTAs at most; fewer where columns run out, 1 where clusters do not
-    exist. rows: doubled where there were more than 512 threads. AssertionError for sizes that are not compiled."""
+    """cluster: CTAs at most; fewer where columns run out, 1 where there are none. rows: doubled where there were more
+    than 512 threads. AssertionError for sizes that are not compiled."""
     assert dk in SIZES and dv in SIZES, f"heads of {dk} and {dv}: made for {SIZES}"
     clusters = gpu.clusters and cluster > 1
     heads = max(n for n in (1, 2, 3, 4) if repeat % n == 0) if clusters else 1
@@ -71,9 +71,7 @@ def _plan(
     most, here, channels = min(8 * parts, max(1, tokens - sequences + 1)), columns // 16, 2 * dk + columns
     words = 4 + 4 * parts * columns + 8 * parts + channels * TAPS + dv + c.threads // 2 + channels * (TAPS - 1) // 2
     words += most * (channels + columns + 2 * here + 2 * here * c.cluster)
-    # A multiprocessor holds only its share of the grid: none piles up where the kernel ahead has left (_alone there)
-    share = -(-key_heads * sequences * c.cluster // gpu.slots(c.cluster))
-    shared = max(4 * words, gpu.room // (share + 1) + 1)
+    shared = alone(gpu, key_heads * sequences, c.cluster, 4 * words)
     kernel = nvrtc.kernel(_source(c, dk, dv, half), device)
     return kernel, (key_heads, c.cluster, sequences), c.threads, shared, most
 

@@ -284,7 +284,7 @@ def _amounts(
     )  # fmt: skip
 
 
-def _alone(gpu: Gpu, grid: int, cluster: int, shared: int) -> int:
+def alone(gpu: Gpu, grid: int, cluster: int, shared: int) -> int:
     """Bytes of shared memory that let a multiprocessor hold only as many CTAs as it needs for this grid. PDL would else
     give this grid's CTAs, several to each, to those multiprocessors that the grid ahead has left, and wait for them."""
     return max(shared, gpu.room // (-(-grid * cluster // gpu.slots(cluster)) + 1) + 1)
@@ -307,7 +307,7 @@ def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, i
     defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CTAS": 1, "CLUSTER": cluster}
     sums = (cluster > 1) * most * r * nt
     amounts = _amounts(cluster, most * r * share, nt, r, warps, x, 0, sums, 1, 1)
-    shared = _alone(gpu, grid, cluster, depth * stage + fixed)
+    shared = alone(gpu, grid, cluster, depth * stage + fixed)
     return Launch(defines, "narrow", (grid, cluster, 1), warps * 32, shared, amounts)
 
 
@@ -329,7 +329,7 @@ def wide(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int
     x = per * nt * 8 * share * 256
     amounts = _amounts(cluster, per * r * wn * share, nt, r, warps, x, stages, sums, per, ctas)
     shared = max(min(ring, stages) * stage, warps * r * nt * 512 + wn * r * 64)
-    return Launch(defines, "wide", (grid, cluster, 1), warps * 32, _alone(gpu, grid, cluster, shared), amounts)
+    return Launch(defines, "wide", (grid, cluster, 1), warps * 32, alone(gpu, grid, cluster, shared), amounts)
 
 
 def warpgroup(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, int]) -> Launch | None:
@@ -349,7 +349,7 @@ def warpgroup(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str
     defines = {"NT": nt, "GROUPS": groups, "R": r, "CLUSTER": cluster, "RING": ring, "CTAS": ctas}
     sums = per * rows * nt * (cluster > 1)
     amounts = _amounts(cluster, per * rows * share, nt, r, 0, 0, share, sums, per, ctas)
-    return Launch(defines, "warpgroup", (grid, cluster, 1), groups * 128, _alone(gpu, grid, cluster, shared), amounts)
+    return Launch(defines, "warpgroup", (grid, cluster, 1), groups * 128, alone(gpu, grid, cluster, shared), amounts)
 
 
 KERNELS = {"narrow": narrow, "wide": wide, "warpgroup": warpgroup}
@@ -401,6 +401,14 @@ def _launch(kind: str, dtype: torch.dtype, tokens: int, n: int, k: int, device: 
     return nvrtc.kernel(_source(kind, made.entry, dtype == torch.float16, made.defines), device), made
 
 
+def rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [T, K] as kernels read it, 16 bytes of a row at once, and its pitch; a copy where it does not lie so."""
+    pitch = x.stride(0) if len(x) > 1 else x.shape[1]  # the stride of a dimension of one means nothing
+    if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format), x.shape[1]
+    return x, pitch
+
+
 def linear(x_TK: Tensor, w: Prepared, bias: Tensor | None = None, **tuning: int) -> Tensor:
     """x [T, K] bf16 or f16, at most 64 tokens; bias [N] of the same type -> [T, N].
 
@@ -413,10 +421,7 @@ def linear(x_TK: Tensor, w: Prepared, bias: Tensor | None = None, **tuning: int)
     assert bias is None or (bias.dtype == x_TK.dtype and bias.shape == (n,) and bias.is_contiguous())
     y = torch.empty(tokens, n, dtype=x_TK.dtype, device=x_TK.device)
     if tokens and n:
-        x = x_TK
-        pitch = x.stride(0) if tokens > 1 else k  # the stride of a dimension of one means nothing
-        if x.stride(1) != 1 or pitch % 8 or x.data_ptr() % 16:  # a lane reads 16 bytes at once
-            x, pitch = x.clone(memory_format=torch.contiguous_format), k
+        x, pitch = rows(x_TK)
         kernel, made = _launch(w.kind, x.dtype, tokens, n, k, x.device, tuple(sorted(tuning.items())))
         sizes = (tokens, n, k, pitch)
         tensors = (w.records, w.row_scale, x, bias, y)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp4ward.kernels import nvrtc
-from fp4ward.kernels.cuda_linear import DTYPES
+from fp4ward.kernels.cuda_linear import DTYPES, rows
 from fp4ward.kernels.nvrtc import Source
 
 MAX_TOKENS, MAX_HIDDEN = 16, 8192  # of rms_norm_gates
@@ -59,14 +59,11 @@ def _launch(h: int, gates: int, one: bool, half: bool, device: torch.device, tun
 
 def _read(x_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, int]:
     """x as the kernels read it, and its pitch."""
-    tokens, h = x_TH.shape
+    h = x_TH.shape[1]
     assert x_TH.dtype in DTYPES and h % 8 == 0, f"the norm takes bf16 or f16, 8 columns at once, not {x_TH.dtype} {h}"
     assert weight_H.dtype == torch.float32 and weight_H.shape == (h,) and weight_H.is_contiguous()
     assert weight_H.data_ptr() % 16 == 0
-    pitch = x_TH.stride(0) if tokens > 1 else h  # the stride of a dimension of one means nothing
-    if x_TH.stride(1) != 1 or pitch % 8 or x_TH.data_ptr() % 16:
-        return x_TH.clone(memory_format=torch.contiguous_format), h
-    return x_TH, pitch
+    return rows(x_TH)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -100,10 +97,10 @@ def rms_norm_gates(
     if tokens:
         half, options = x.dtype == torch.float16, tuple(sorted(tuning.items()))
         kernel, way = _launch(h, count, tokens == 1, half, x.device, options)
-        rows, threads = way["ROWS"], way["THREADS"]
-        shared = way["TOKENS"] * way["PER"] * threads * 16 + (MAX_TOKENS + tokens * rows) * threads // 8
+        own, threads = way["ROWS"], way["THREADS"]
+        shared = way["TOKENS"] * way["PER"] * threads * 16 + (MAX_TOKENS + tokens * own) * threads // 8
         kernel(
-            (-(-count // rows), 1, 1), threads, max(shared, tuning.get("KIB", 0) << 10),
+            (-(-count // own), 1, 1), threads, max(shared, tuning.get("KIB", 0) << 10),
             x, weight_H, gates_EH, n, logits, tokens, h, pitch, count, 1 / h, float(eps), pdl=True,
         )  # fmt: skip
     return n, logits

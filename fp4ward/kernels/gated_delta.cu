@@ -17,7 +17,6 @@
 #define W4 1
 #include "mma.cuh"
 
-constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr int COLUMNS = HEADS * DV / CLUSTER, HERE = COLUMNS / 16, EVERY = HERE * CLUSTER;  // groups of 16 columns
 constexpr int PARTS = DK / (8 * R), THREADS = HERE * PARTS * 32;
 constexpr int CHANNELS = 2 * DK + COLUMNS, WIDTH = CHANNELS + COLUMNS, OLD = TAPS - 1;

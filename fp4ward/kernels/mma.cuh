@@ -19,6 +19,8 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
+constexpr u32 ALL = 0xFFFFFFFFu;  // lanes
+
 #ifndef BLOCKED
 #define BLOCKED 0
 #endif
@@ -178,6 +180,13 @@ __device__ __forceinline__ u16 narrow16(float f) {
   u16 v;
   if (HALF) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
   else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(f));
+  return v;
+}
+
+template <bool F16 = HALF> __device__ __forceinline__ u32 pair(float low, float high) {
+  u32 v;
+  if (F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
 

@@ -13,7 +13,6 @@
 #define W4 1
 #include "mma.cuh"
 
-constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr int WARPS = THREADS / 32;
 
 __device__ __forceinline__ uint4 load(const void *at) {  // stays where it stands, before or after the kernel ahead
@@ -39,12 +38,6 @@ __device__ __forceinline__ void load_weight(float (&w)[PER][8], const float *wei
     }
 }
 __device__ __forceinline__ float element(const uint4 &v, int i) { return widen16(u16(word(v, i / 2) >> i % 2 * 16)); }
-__device__ __forceinline__ u32 narrow(float low, float high) {  // both at once: one by one takes a slow unit
-  u32 v;
-  if (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
-}
 __device__ __forceinline__ float square_of(const uint4 (&v)[PER]) {
   float sum = 0.0f;
 #pragma unroll
@@ -59,7 +52,7 @@ __device__ __forceinline__ void normalise(uint4 (&v)[PER], const float (&w)[PER]
     u32 to[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      to[i] = narrow(element(v[j], 2 * i) * by * w[j][2 * i], element(v[j], 2 * i + 1) * by * w[j][2 * i + 1]);
+      to[i] = pair(element(v[j], 2 * i) * by * w[j][2 * i], element(v[j], 2 * i + 1) * by * w[j][2 * i + 1]);
     v[j] = make_uint4(to[0], to[1], to[2], to[3]);
   }
 }

@@ -8,7 +8,6 @@
 #define W4 1
 #include "mma.cuh"
 
-constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr int MOST = 32 * EACH;  // experts
 
 __device__ __forceinline__ u32 key(float v) {  // grows with v; never 0, which marks what cannot be taken

@@ -41,7 +41,8 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.seed = config.seed
         on_cpu = model.device.type == "cpu"
-        count = plan.memory.pages if on_cpu else _pages(spec, config, model.device, plan.memory.scratch)
+        kept = plan.memory.scratch + plan.memory.graphs
+        count = plan.memory.pages if on_cpu else _pages(spec, config, model.device, kept)
         slots = config.max_num_seqs
         length = min(config.max_model_len, count * config.block_size)
         self.limits = Limits(slots, config.max_num_batched_tokens, length, config.block_size)

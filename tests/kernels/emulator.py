@@ -9,6 +9,7 @@ of a cluster end at once there, and fences between proxies do nothing. Needs g++
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,15 +17,19 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fp4ward.kernels import nvrtc
 
 COMPILER = shutil.which("g++")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+RUN = pytest.mark.skipif(DEVICE == "cpu" and COMPILER is None, reason="needs a GPU, or g++ for its emulation")
 
 # A word of an asm statement -> what stands for it, of its operands
 PTX: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
@@ -397,3 +402,14 @@ class Emulated:
 def kernels(folder: Path) -> Callable[[nvrtc.Source, torch.device], Emulated]:
     """In place of nvrtc.kernel. folder: keeps what is compiled."""
     return functools.cache(lambda source, device: Emulated(source, folder))
+
+
+@contextlib.contextmanager
+def machine(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a test of kernels: the same numbers every time, NaN from torch.empty; without a GPU they run emulated."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if DEVICE == "cpu":
+        patch.setattr(nvrtc, "kernel", kernels(request.config.cache.mkdir("emulator")))
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -16,7 +16,7 @@ from bench.kernel import Floor
 from fp4ward.kernels import nvrtc
 
 # Defines that change what is computed, and not how it is cut up
-MEANINGS = ("W4", "HALF", "BLOCKED", "PDL", "GATED", "OWN")
+MEANINGS = ("W4", "HALF", "BLOCKED", "PDL", "GATED", "OWN", "REPEAT", "X_HALF", "CACHE")
 
 
 @pytest.fixture(scope="module", autouse=True)

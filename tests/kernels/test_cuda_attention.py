@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4ward.kernels import attention, cuda_attention, nvrtc
+from fp4ward.kernels import attention, cuda_attention
 from fp4ward.kernels.cuda_attention import WAY, Way, attend
 from fp4ward.kernels.cuda_linear import Gpu
 from fp4ward.kernels.norm import rms_norm
 from fp4ward.kernels.rope import frequencies, rotate
-from tests.kernels import emulator
+from tests.kernels.emulator import DEVICE, GPU, RUN, machine
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-RUN = pytest.mark.skipif(DEVICE == "cpu" and emulator.COMPILER is None, reason="needs a GPU, or g++ for its emulation")
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 FEW = Way(cluster=2, span=1, most=8)  # a tile a CTA, two clusters' CTAs, so that short contexts are cut up
 EPS, ERROR = 1e-6, 4e-3
@@ -27,15 +24,11 @@ EPS, ERROR = 1e-6, 4e-3
 
 @pytest.fixture(autouse=True)
 def seeded(request, monkeypatch):
-    """torch.empty gives NaN; without a GPU the kernel runs emulated."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
     if DEVICE == "cpu":
-        monkeypatch.setattr(nvrtc, "kernel", emulator.kernels(request.config.cache.mkdir("emulator")))
         monkeypatch.setattr(cuda_attention, "gpu_here", lambda device: Gpu(3, 227 << 10, True))
         cuda_attention._plan.cache_clear()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with machine(request, monkeypatch):
+        yield
 
 
 def make(

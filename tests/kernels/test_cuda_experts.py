@@ -15,27 +15,20 @@ from fp4ward.kernels.cuda_linear import H200, Gpu, gpu_of
 from fp4ward.kernels.experts import Router
 from fp4ward.kernels.norm import rms_norm
 from tests.cases import MOE, NORM_ERROR, VARIANTS
-from tests.kernels import emulator
+from tests.kernels.emulator import DEVICE, GPU, RUN, machine
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-RUN = pytest.mark.skipif(DEVICE == "cpu" and emulator.COMPILER is None, reason="needs a GPU, or g++ for its emulation")
 SMALL = Gpu(3, 227 << 10, True)  # what is emulated: few multiprocessors, so that a CTA has several tiles
 
 
 @pytest.fixture(autouse=True)
 def seeded(request, monkeypatch):
-    """torch.empty gives NaN; without a GPU the kernels run emulated."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
     monkeypatch.setattr(cuda_experts, "checked", True)
     if DEVICE == "cpu":
-        monkeypatch.setattr(nvrtc, "kernel", emulator.kernels(request.config.cache.mkdir("emulator")))
         monkeypatch.setattr(cuda_experts, "gpu_here", lambda device: SMALL)
         cuda_experts._plan.cache_clear()
         cuda_norm._launch.cache_clear()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with machine(request, monkeypatch):
+        yield
 
 
 def make(*shape: int) -> Weight:

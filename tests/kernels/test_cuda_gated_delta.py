@@ -5,29 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4ward.kernels import cuda_gated_delta, gated_delta, norm, nvrtc
+from fp4ward.kernels import cuda_gated_delta, gated_delta, norm
 from fp4ward.kernels.cuda_gated_delta import cut, mix
 from fp4ward.kernels.cuda_linear import H200, gpu_of
-from tests.kernels import emulator
+from tests.kernels.emulator import DEVICE, GPU, RUN, machine
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-RUN = pytest.mark.skipif(DEVICE == "cpu" and emulator.COMPILER is None, reason="needs a GPU, or g++ for its emulation")
 EPS = 1e-6
 MODELS = ((16, 32), (16, 48), (16, 64), (2, 4), (2, 8))  # 35B, 27B, 397B, and parts of them under tensor parallelism
 
 
 @pytest.fixture(autouse=True)
 def seeded(request, monkeypatch):
-    """torch.empty gives NaN; without a GPU the kernels run emulated."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
     if DEVICE == "cpu":
-        monkeypatch.setattr(nvrtc, "kernel", emulator.kernels(request.config.cache.mkdir("emulator")))
         monkeypatch.setattr(cuda_gated_delta, "gpu_here", lambda device: H200)
     cuda_gated_delta._plan.cache_clear()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with machine(request, monkeypatch):
+        yield
     cuda_gated_delta._plan.cache_clear()
 
 

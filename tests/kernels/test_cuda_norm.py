@@ -6,27 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4ward.kernels import cuda_norm, norm, nvrtc
+from fp4ward.kernels import cuda_norm, norm
 from fp4ward.kernels.cuda_norm import choose, rms_norm, rms_norm_gates
-from tests.kernels import emulator
+from tests.kernels.emulator import DEVICE, GPU, RUN, machine
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-RUN = pytest.mark.skipif(DEVICE == "cpu" and emulator.COMPILER is None, reason="needs a GPU, or g++ for its emulation")
 BF16, F16 = torch.bfloat16, torch.float16
 EPS = 1e-6
 
 
 @pytest.fixture(autouse=True)
 def seeded(request, monkeypatch):
-    """torch.empty gives NaN; without a GPU the kernels run emulated."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
     if DEVICE == "cpu":
-        monkeypatch.setattr(nvrtc, "kernel", emulator.kernels(request.config.cache.mkdir("emulator")))
         cuda_norm._launch.cache_clear()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with machine(request, monkeypatch):
+        yield
 
 
 def draw(tokens: int, h: int, dtype: torch.dtype = BF16, pad: int = 0) -> Tensor:
