@@ -304,7 +304,7 @@ def narrow(kind: str, tokens: int, n: int, k: int, gpu: Gpu, way: Mapping[str, i
     depth = way.get("DEPTH", 4 if fit >= 4 else 2)
     if nt > 2 or depth > fit or (cluster > 1 and not gpu.clusters) or (cluster - 1) * share * COLUMNS >= k:
         return None
-    defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CTAS": 1, "CLUSTER": cluster}
+    defines = {"NT": nt, "DEPTH": depth, "R": r, "WARPS": warps, "CLUSTER": cluster}
     sums = (cluster > 1) * most * r * nt
     amounts = _amounts(cluster, most * r * share, nt, r, warps, x, 0, sums, 1, 1)
     shared = alone(gpu, grid, cluster, depth * stage + fixed)

@@ -1,9 +1,9 @@
 // y = x W^T for few tokens (M <= 64), weights NVFP4 or FP8 (e4m3), exact; activations bf16 or f16, never quantized.
 //
-// Defines: those of mma.cuh, WARPS, CTAS (a multiprocessor at least), NT (tokens / 8), R (tiles of 16 rows that a warp
-// computes at once), CLUSTER (CTAs that share rows and part k), and
+// Defines: those of mma.cuh, WARPS, NT (tokens / 8), R (tiles of 16 rows that a warp computes at once), CLUSTER (CTAs that
+// share rows and part k), and
 //   narrow: DEPTH (records in flight a warp and tile)
-//   wide:   WN x WK = WARPS (warps along rows and along k), RING (stages)
+//   wide:   WN x WK = WARPS (warps along rows and along k), RING (stages), CTAS (a multiprocessor at least)
 // warpgroup.cu has a third kernel, pack.cu lays the weights out.
 
 #include "mma.cuh"
@@ -17,7 +17,7 @@ constexpr int RING = WARPS * DEPTH * R * SLOT;
 constexpr int PARTIAL = WARPS * 2 * R * NT * 512;
 constexpr int ZEROS = 256;  // what the lanes of absent tokens read
 
-extern "C" __global__ void SHARE __launch_bounds__(WARPS * 32, CTAS)
+extern "C" __global__ void SHARE __launch_bounds__(WARPS * 32, 1)  // with one said, it takes more registers
 narrow(const u8 *__restrict__ w, const float *__restrict__ scale, const u16 *x, const u16 *__restrict__ bias, u16 *y,
        int m, int n, int k, int pitch) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = CLUSTER > 1 ? blockIdx.y : 0;

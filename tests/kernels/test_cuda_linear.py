@@ -211,6 +211,13 @@ def test_no_rank_of_a_cluster_is_without_columns_and_no_define_is_unknown():
         choose("nvfp4", 1, 64, 64, H200, {"WRAPS": 8})
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_a_launch_is_chosen_again_by_its_defines(tokens):  # so that benchmarks and tests can name one
+    for _, made in cuda_linear.launches("nvfp4", tokens, 800, 1152, H200, {}):
+        named = {name: value for name, value in made.defines.items() if name != "NT"}
+        assert choose("nvfp4", tokens, 800, 1152, H200, named) == made
+
+
 @pytest.mark.parametrize(("key", "entry"), [("DEPTH", "narrow"), ("WN", "wide"), ("GROUPS", "warpgroup")])
 def test_a_define_names_its_kernel(key, entry):
     made = choose("nvfp4", 16, 2048, 2048, H200, {key: 2})
